@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from processes import one_line
+from processes import only_error_line
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -52,7 +52,7 @@ class Typed(NamedTuple):
     @property
     def line(self) -> str:
         """The only line on stderr."""
-        return one_line(self.err).removeprefix("everyrank: ").strip()
+        return only_error_line(self.err).removeprefix("everyrank: ").strip()
 
 
 DDP = "train digits --layout ddp "

@@ -116,7 +116,7 @@ def test_script_that_hangs_before_training_times_out(cli: Cli, tmp_path: Path, i
     assert "train.py: no progress for 2 s" in last_line(err)
     assert message in last_line(err)
     assert time.monotonic() < start_time + 60
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.integration
@@ -133,7 +133,7 @@ def test_collective_on_one_rank_is_reported(cli: Cli, tmp_path: Path) -> None:
     [barrier] = list(line_numbers_with(text, "dist.barrier() if rank"))
     assert "collective.order" in out
     assert f"train.py:{barrier}" in out
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 def test_ctrl_c_leaves_no_process(cli: Cli, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_ctrl_c_leaves_no_process(cli: Cli, tmp_path: Path) -> None:
     status, _, err = running.end()
     assert status == 130
     assert last_line(err) == "everyrank: interrupted; all ranks are ended"
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.integration
@@ -154,7 +154,7 @@ def test_killed_audit_leaves_no_process(cli: Cli, tmp_path: Path) -> None:
     running.wait_for(lambda: len(running.processes()) >= 3)
     running.process.kill()
     running.end()
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.integration

@@ -19,7 +19,7 @@ from everyrank.cli import main
 from everyrank.errors import UsageError
 from everyrank.runs import checkpoint_named, find_checkpoint, newest_whole
 from everyrank.world import World
-from processes import Cli, one_line, refused
+from processes import Cli, only_error_line, refusal_message
 
 # --- damaged checkpoints and foreign files
 
@@ -108,7 +108,7 @@ def test_resume_refuses_a_damaged_checkpoint_and_suggests_the_last_intact_one(
     """The result is the same whether the argument is the run or the checkpoint: status 2 and one line."""
     corrupt(step(run_folder, 6))
     for argument in ((), (step(run_folder, 6),)):
-        line = refused(capsys, *DIGITS, "--out", run_folder, "--resume", *argument)
+        line = refusal_message(capsys, *DIGITS, "--out", run_folder, "--resume", *argument)
         assert str(step(run_folder, 6)) in line
         assert f"--resume {step(run_folder, 4)}" in line
 
@@ -135,7 +135,7 @@ def test_resume_suggests_nothing_if_all_checkpoints_are_damaged(
     for step_number in (2, 4, 6):
         corrupt(step(run_folder, step_number))
     for argument in ((), (step(run_folder, 6),), (run_folder,)):
-        line = refused(capsys, *DIGITS, "--out", run_folder, "--resume", *argument)
+        line = refusal_message(capsys, *DIGITS, "--out", run_folder, "--resume", *argument)
         assert "--resume" not in line
         assert str(run_folder) in line
 
@@ -148,7 +148,7 @@ def test_resume_from_the_current_folder_does_not_start_from_scratch(
 ) -> None:
     """`--resume .` names a folder. Only `--resume` without a value may start from scratch."""
     monkeypatch.chdir(tmp_path)
-    line = refused(capsys, *DIGITS, "--out", tmp_path / "run", "--resume", path)
+    line = refusal_message(capsys, *DIGITS, "--out", tmp_path / "run", "--resume", path)
     assert message in line
     assert not (tmp_path / "run").exists()
 
@@ -157,7 +157,7 @@ def test_suggested_checkpoint_has_correct_checksums(run_folder: Path, capsys: py
     """A checkpoint with a flipped bit is not suggested, although its size is correct."""
     cut_tensors(step(run_folder, 6))
     flip_bit(step(run_folder, 4) / "__0_0.distcp")
-    line = refused(capsys, *DIGITS, "--out", run_folder, "--resume")
+    line = refusal_message(capsys, *DIGITS, "--out", run_folder, "--resume")
     assert f"--resume {step(run_folder, 2)}" in line
 
 
@@ -186,16 +186,16 @@ def paths_without_a_run(folder: Path) -> dict[str, Path]:
 def test_commands_refuse_a_path_that_is_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each command exits with status 2, prints one line with the path and writes nothing."""
     for name, path in paths_without_a_run(tmp_path).items():
-        line = refused(capsys, *DIGITS, "--out", tmp_path / "out", "--resume", path)
+        line = refusal_message(capsys, *DIGITS, "--out", tmp_path / "out", "--resume", path)
         assert str(path) in line, name
-        line = refused(capsys, "predict", "digits", "--resume", path, "--out", tmp_path / "p.npy")
+        line = refusal_message(capsys, "predict", "digits", "--resume", path, "--out", tmp_path / "p.npy")
         assert str(path) in line, name
         for args in (["inspect", path], ["export", path, tmp_path / "w.pt"]):
-            assert str(path) in refused(capsys, "checkpoint", *args), name
+            assert str(path) in refusal_message(capsys, "checkpoint", *args), name
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "p.npy").exists()
     assert not (tmp_path / "w.pt").exists()
-    assert "another program" in refused(capsys, *DIGITS, "--resume", tmp_path / "foreign")
+    assert "another program" in refusal_message(capsys, *DIGITS, "--resume", tmp_path / "foreign")
 
 
 def flip_bit(path: Path) -> None:
@@ -224,7 +224,7 @@ def test_train_reports_a_flipped_bit(cli: Cli, run_folder: Path, tmp_path: Path)
     args = ("--layout", "ddp", "--processes", "2", "--out", run_folder, "--resume")
     result = cli(tmp_path, *DIGITS, *args)
     assert result.status == 2, result.err
-    line = one_line(result.err)
+    line = only_error_line(result.err)
     assert "__1_0.distcp" in line
     assert f"--resume {step(run_folder, 4)}" in line
 

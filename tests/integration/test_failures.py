@@ -14,7 +14,7 @@ import pytest
 
 from everyrank.launch import mpi
 from integration.conftest import absent, needs_horovod, needs_ray
-from processes import Cli, Running
+from processes import Cli, RunningCommand
 from test_faults import SOON, WORKLOAD, the_line, update_3
 
 GROUP = Path("/sys/fs/cgroup/memory")
@@ -93,15 +93,17 @@ def test_failure_of_one_rank_is_reported_and_ends_all_ranks(
     assert line.startswith(f"rank 1 of 4 on {host}: "), line
     assert SAYS[fault].format(line=place) in line
     assert update_3(running)()
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
-def in_allocation(cli: Cli, folder: Path, options: list[str], words: list[str], variables: dict[str, str]) -> Running:
+def in_allocation(
+    cli: Cli, folder: Path, options: list[str], words: list[str], variables: dict[str, str]
+) -> RunningCommand:
     """Start everyrank inside `salloc`, as a user does on a login node."""
-    return cli.start(folder, *words, before=("salloc", *options), **variables)
+    return cli.start(folder, *words, wrapper=("salloc", *options), **variables)
 
 
-def command_line(running: Running) -> int:
+def command_line(running: RunningCommand) -> int:
     """Return the process id of the everyrank command."""
     found = running.processes().items()
     return next(pid for pid, words in found if " -m everyrank train" in words and not words.startswith("salloc"))
@@ -125,7 +127,7 @@ def test_ctrl_c_ends_all_ranks(cli: Cli, tmp_path: Path, request: pytest.Fixture
     status, _, stderr = running.end(SOON)
     assert status == 130, stderr
     assert "interrupted; all ranks are ended" in stderr
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "ray"])
@@ -143,7 +145,7 @@ def test_ranks_end_after_the_command_is_killed(
     running.wait_for(update_3(running))
     os.kill(command_line(running), signal.SIGKILL)
     running.end(SOON)
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 def test_scancel_with_sigterm_saves_a_checkpoint_and_ends(cli: Cli, tmp_path: Path, slurm: dict[str, str]) -> None:
@@ -158,4 +160,4 @@ def test_scancel_with_sigterm_saves_a_checkpoint_and_ends(cli: Cli, tmp_path: Pa
     status, _, stderr = running.end(SOON)
     assert status == 143, stderr
     assert list((tmp_path / "out" / "checkpoints").glob("step-*"))
-    assert running.left() == {}
+    assert running.remaining_processes() == {}

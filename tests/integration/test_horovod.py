@@ -491,7 +491,7 @@ def test_a_failed_rank_is_reported_and_ends_all_ranks(cli: Cli, tmp_path: Path, 
     line = the_line(stderr)
     assert line.startswith("rank 1 of 2 on ")
     assert SAYS[fault].rpartition("in ")[2] in line
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 def test_a_rank_that_does_not_reach_a_collective_ends_the_run_after_the_timeout(cli: Cli, tmp_path: Path) -> None:
@@ -504,4 +504,4 @@ def test_a_rank_that_does_not_reach_a_collective_ends_the_run_after_the_timeout(
     status, _, stderr = running.end(SOON)
     assert status == 4, stderr
     assert "within 5 s (--timeout)" in the_line(stderr)
-    assert running.left() == {}
+    assert running.remaining_processes() == {}

@@ -300,7 +300,7 @@ def test_failed_rank_is_named_and_ends_all_ranks(cli: Cli, tmp_path: Path, mpi: 
     line = the_line(stderr)
     assert line.startswith("rank 1 of 3 on "), line
     assert SAYS[fault].partition("{line}")[2] in line
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 AGENT = """\

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import Cli, Done, by_hand
+from processes import Cli, EndedRanks, rank_environment
 from recipes.test_recipes import OPERATIONS, RECIPES, _forked_programs, beside, refusal
 
 pytestmark = pytest.mark.integration
@@ -99,7 +99,7 @@ MISTAKES = [
 ]
 
 
-def start_recipe(cli: Cli, folder: Path, name: str, size: int) -> Done:
+def start_recipe(cli: Cli, folder: Path, name: str, size: int) -> EndedRanks:
     """Run the recipe on ranks."""
     return cli.on_ranks(folder, size=size, script=f"{name}.py")
 
@@ -137,7 +137,7 @@ def test_wrong_result_ends_the_recipe(
     ("name", "variables", "message"),
     [
         ("point_to_point", {}, "got 0: start it with torchrun"),
-        ("point_to_point", by_hand(0, "1", 1), "got 1: start it with torchrun"),
+        ("point_to_point", rank_environment(0, "1", 1), "got 1: start it with torchrun"),
         ("collectives", {}, "start it with torchrun"),
         ("process_groups", {}, "start it with torchrun"),
     ],

@@ -29,7 +29,7 @@ import everyrank
 from everyrank import Record, read_records
 from everyrank.cli import main
 from forkserver import ForkServer
-from processes import LOOPBACK, Cli, by_hand, free_port
+from processes import LOOPBACK, Cli, free_port, rank_environment
 
 pytestmark = pytest.mark.integration
 
@@ -612,10 +612,10 @@ def test_unsupported_number_of_ranks_is_refused(tmp_path: Path, name: str, size:
     The others exit with the same status and print nothing.
     """
     beside(tmp_path, name)
-    line = refusal(tmp_path, f"python {name}.py", **by_hand(0, "1", size))
+    line = refusal(tmp_path, f"python {name}.py", **rank_environment(0, "1", size))
     assert line.startswith(f"{name}.py: {message}")
     assert str(size) in line
-    assert typed(tmp_path, f"python {name}.py", 2, **by_hand(1, "1", size)).stderr == ""
+    assert typed(tmp_path, f"python {name}.py", 2, **rank_environment(1, "1", size)).stderr == ""
     if name not in ALONE or ALONE[name] != name:  # recipes that do not train in one process
         assert refusal(tmp_path, f"python {name}.py") == line.replace(str(size), "0", 1)
 
@@ -745,8 +745,8 @@ def test_rendezvous_file_of_a_killed_run_is_reported(tmp_path: Path) -> None:
     [
         ({}, "lacks RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "lacks MASTER_ADDR: "),
-        ({**by_hand(0, "1"), "WORLD_SIZE": "two"}, "WORLD_SIZE=two"),
-        (by_hand(2, "1"), "rank 2 of 2: ranks count from 0 to 1"),
+        ({**rank_environment(0, "1"), "WORLD_SIZE": "two"}, "WORLD_SIZE=two"),
+        (rank_environment(2, "1"), "rank 2 of 2: ranks count from 0 to 1"),
     ],
 )
 def test_incomplete_environment_is_named(tmp_path: Path, change: dict[str, str], message: str) -> None:
