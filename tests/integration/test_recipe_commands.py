@@ -20,7 +20,7 @@ import pytest
 
 from everyrank.cli import main
 from forkserver import ForkServer
-from integration.conftest import batch_job, needs_horovod
+from integration.conftest import needs_horovod, run_batch_job
 from processes import Cli, free_port
 from recipes import test_recipes
 from recipes.test_recipes import (
@@ -182,7 +182,7 @@ def test_slurm_recipe_without_srun_prints_the_srun_command(tmp_path: Path, slurm
     """A batch script without srun starts the recipe only once. The error names the srun command."""
     beside(tmp_path, "slurm")
     wrapped = f"sbatch --ntasks=2 --output={tmp_path}/out --wrap '{sys.executable} slurm.py'"
-    assert batch_job(tmp_path, wrapped, slurm) == 2
+    assert run_batch_job(tmp_path, wrapped, slurm) == 2
     (line,) = (tmp_path / "out").read_text().splitlines()
     assert "srun --ntasks 2 --cpu-bind=none python slurm.py" in line
 
@@ -193,7 +193,7 @@ def test_slurm_batch_script_of_everyrank_new(cli: Cli, tmp_path: Path, slurm: di
     assert gzip.decompress((tmp_path / "digits.csv.gz").read_bytes()) == b"".join(DIGITS)
     write_digits(tmp_path, NUM_ROWS)
     variables = slurm | OURS | {"MASTER_ADDR": "127.0.0.1"}
-    assert batch_job(tmp_path, "sbatch --output=out train.sbatch --float64", variables | path_of(PROGRAMS)) == 0
+    assert run_batch_job(tmp_path, "sbatch --output=out train.sbatch --float64", variables | path_of(PROGRAMS)) == 0
     assert distance(read((tmp_path / "out").read_text()), library(cli, "slurm")) <= 1e-12
 
 
