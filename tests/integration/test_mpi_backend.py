@@ -15,7 +15,7 @@ from everyrank import read_records
 from forkserver import ForkServer
 from integration.conftest import Hosts, skip_without
 from integration.test_failures import HAPPENS, SAYS
-from integration.test_recipe_commands import mpirun
+from integration.test_recipe_commands import mpirun_environment
 from processes import Cli
 from test_faults import SOON, WORKLOAD, the_line
 
@@ -186,7 +186,7 @@ def mpi(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
     """Return the environment variables with which `mpirun` and mpi4py use this MPI."""
     if find_spec("mpi4py") is None:
         skip_without("mpi4py (pip install 'everyrank[mpi]')")
-    variables = mpirun(tmp_path, request.param)
+    variables = mpirun_environment(tmp_path, request.param)
     if request.param == "MPICH":  # Debian's library has another name than the one mpi4py asks for
         known = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
         found = re.search(r"libmpich\.so\.12 .*=> (\S+)", known)
