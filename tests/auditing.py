@@ -1,4 +1,4 @@
-"""Audits whose processes are forked: hooks, records and rules are the real ones, the start of Python is not."""
+"""Audits whose processes are forked. Hooks, records and rules are the real ones, but Python is not started again."""
 
 from __future__ import annotations
 
@@ -18,85 +18,99 @@ from forkserver import Forked, ForkServer, run_python
 SCRIPTS = Path(__file__).parent / "audit" / "scripts"
 
 
-def run_watched(words: list[str]) -> None:
-    """In a forked process: what inject/sitecustomize.py does at the import of torch, then the script."""
+def run_with_hooks(args: list[str]) -> None:
+    """Install the hooks as inject/sitecustomize.py does, then run the script. This runs in a forked process."""
     from everyrank.audit.watch.install import install
 
     install()
-    run_python(words)
+    run_python(args)
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded:
-    """What the watched processes of a script have written down; judged without them, as often as wanted."""
+class RecordedScript:
+    """The event files of a script that has run with hooks. `judge` can be called several times.
 
-    words: list[str]
+    args           the script, as it is passed to Python
+    run            how its processes ended
+    hook_settings  the settings of the hooks
+    """
+
+    args: list[str]
     run: ScriptRun
-    settings: Settings
+    hook_settings: Settings
 
     def judge(self) -> Audit:
-        return judge_run(self.words, self.run, AuditOptions(self.run.world_size), self.settings)
+        """Return the audit of the recorded events."""
+        return judge_run(self.args, self.run, AuditOptions(self.run.world_size), self.hook_settings)
 
     def write_times(self, step_seconds: float, wait_seconds: float) -> None:
-        """Write times into the events in place of those of this machine: of each step, and of each wait for a batch."""
+        """Replace the measured times of the events: the time of each step, and of each wait for a batch."""
         for path in self.run.folder.glob("pid*.jsonl"):
             events = [json.loads(line) for line in path.read_text().splitlines()]
-            for number, event in enumerate(events):
-                event["time"] = event["update"] * step_seconds + number * 1e-7
+            for index, event in enumerate(events):
+                event["time"] = event["update"] * step_seconds + index * 1e-7
                 if event["kind"] == "LoaderBatch":
                     event["seconds"] = wait_seconds
             path.write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
-def record_forked(
-    server: ForkServer, folder: Path, script: Path, *words: str, processes: int = 2, **settings: Any
-) -> Recorded:
-    """Run a script that ends by itself, watched."""
+def record_forked_script(
+    server: ForkServer, folder: Path, script: Path, *args: str, processes: int = 2, **settings: Any
+) -> RecordedScript:
+    """Run a script with hooks in forked processes, and return its records. The script must end by itself or hang."""
     records = folder / "records"
     records.mkdir()
-    chosen = dataclasses.replace(Settings(str(records), main=str(script)), **settings)
-    outputs = [folder / f"rank{rank}.txt" for rank in range(processes)]
+    hook_settings = dataclasses.replace(Settings(str(records), main=str(script)), **settings)
+    output_paths = [folder / f"rank{rank}.txt" for rank in range(processes)]
     ranks = []
-    for output, variables in zip(outputs, rank_environments(processes), strict=True):
-        environment = {**os.environ, **variables, ENVIRONMENT: chosen.to_json(), "GLOO_SOCKET_IFNAME": "lo"}
-        with output.open("wb") as stream:
+    for output_path, variables in zip(output_paths, rank_environments(processes), strict=True):
+        environment = {**os.environ, **variables, ENVIRONMENT: hook_settings.to_json(), "GLOO_SOCKET_IFNAME": "lo"}
+        with output_path.open("wb") as stream:
             streams = (None, stream, stream)
             ranks.append(
-                server.fork(run_watched, [str(script), *words], folder=folder, environment=environment, streams=streams)
+                server.fork(
+                    run_with_hooks, [str(script), *args], folder=folder, environment=environment, streams=streams
+                )
             )
-    begin = time.monotonic()
+    start_time = time.monotonic()
     try:
-        hangs = _wait(ranks, records)
+        hangs = _wait_until_ended_or_hanging(ranks, records)
         codes = tuple(rank.poll() for rank in ranks)
     finally:
         for rank in ranks:
             rank.close()
-    texts = tuple(output.read_text() for output in outputs)
+    outputs = tuple(path.read_text() for path in output_paths)
     status = "hangs" if hangs else "failed" if any(codes) else "finished"
-    return Recorded(
-        [str(script)], ScriptRun(records, processes, status, codes, texts, time.monotonic() - begin), chosen
+    return RecordedScript(
+        [str(script)],
+        ScriptRun(records, processes, status, codes, outputs, time.monotonic() - start_time),
+        hook_settings,
     )
 
 
-def _wait(ranks: list[Forked], records: Path) -> bool:
-    """Until all have ended, or all have written a file `hangs0`, `hangs1`, ..., or wait for the one with `hangs`."""
+def _wait_until_ended_or_hanging(ranks: list[Forked], records: Path) -> bool:
+    """Wait until all ranks have ended or the script hangs. Return whether it hangs.
+
+    It hangs if each rank has written a file `hangs0`, `hangs1`, ... It also hangs if one rank has written `hangs`
+    and the ranks have called different numbers of collectives.
+    """
     deadline = time.monotonic() + 120
     while any(rank.poll() is None for rank in ranks):
         assert time.monotonic() < deadline
-        hanging = [path.name for path in (records / "files").rglob("hangs*")]
-        sent = {path.read_text().count('"kind": "CollectiveCall"') for path in records.glob("pid*.jsonl")}
-        if len(hanging) == len(ranks) or ("hangs" in hanging and len(sent) > 1):
+        hang_files = [path.name for path in (records / "files").rglob("hangs*")]
+        collective_counts = {path.read_text().count('"kind": "CollectiveCall"') for path in records.glob("pid*.jsonl")}
+        if len(hang_files) == len(ranks) or ("hangs" in hang_files and len(collective_counts) > 1):
             _request_stacks(records)
             return True
         time.sleep(0.05)
     return False
 
 
-def audit_forked(server: ForkServer, folder: Path, script: Path, *words: str, **how: Any) -> Audit:
-    """As `audit_script`, on a script that ends by itself."""
-    return record_forked(server, folder, script, *words, **how).judge()
+def audit_forked_script(server: ForkServer, folder: Path, script: Path, *args: str, **settings: Any) -> Audit:
+    """Return the audit of a script in forked processes, as `audit_script` does. The script must end by itself."""
+    return record_forked_script(server, folder, script, *args, **settings).judge()
 
 
-def lines_with(text: str, part: str) -> Iterator[int]:
-    """The numbers of the lines that contain it."""
-    return (number for number, line in enumerate(text.splitlines(), 1) if part in line)
+def line_numbers_with(text: str, searched: str) -> Iterator[int]:
+    """Yield the numbers of the lines that contain the searched text."""
+    return (number for number, line in enumerate(text.splitlines(), 1) if searched in line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from processes import one_line
+from processes import only_error_line
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -66,7 +66,7 @@ class CommandResult(NamedTuple):
     @property
     def line(self) -> str:
         """Return the only line on stderr, without the name of the program."""
-        return one_line(self.err).removeprefix("everyrank: ").strip()
+        return only_error_line(self.err).removeprefix("everyrank: ").strip()
 
 
 TRAIN_DDP = "train digits --layout ddp "

@@ -41,8 +41,8 @@ def free_port() -> str:
         return str(listener.getsockname()[1])
 
 
-def by_hand(rank: int, port: str, size: int = 2) -> dict[str, str]:
-    """Return the environment of a rank that a user starts."""
+def rank_environment(rank: int, port: str, size: int = 2) -> dict[str, str]:
+    """Return the environment variables of a rank that a user starts by hand."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -88,7 +88,7 @@ class Pool:
         """Start the ranks with mpirun. They connect to a socket and send their ranks."""
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         mpirun_command = LAUNCHER.commands(Launch("mpi", processes=count), self.folder)[0][: -len(WORKER) - 1]
-        code = "import processes, sys; processes.come_to(sys.argv[1])"
+        code = "import processes, sys; processes.connect_to_pool(sys.argv[1])"
         with Listener(str(self.folder / "socket"), "AF_UNIX") as listener:
             command = [*mpirun_command, sys.executable, "-c", code, str(self.folder)]
             log = (self.folder / "mpirun.log").open("wb")
@@ -147,13 +147,13 @@ class Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def come_to(folder: str) -> None:
+def connect_to_pool(folder: str) -> None:
     """Connect to the pool, and serve its calls. This runs in a rank that mpirun has started."""
-    info = LAUNCHER.rank_info(os.environ)
-    assert info is not None
+    rank_info = LAUNCHER.rank_info(os.environ)
+    assert rank_info is not None
     pipe = Client(str(Path(folder) / "socket"), "AF_UNIX")
-    pipe.send(info.rank)
-    serve_calls(info.rank, info.size, Path(folder), pipe)
+    pipe.send(rank_info.rank)
+    serve_calls(rank_info.rank, rank_info.size, Path(folder), pipe)
 
 
 def serve_calls(rank: int, count: int, folder: Path, pipe: Connection | None = None) -> None:
@@ -164,7 +164,7 @@ def serve_calls(rank: int, count: int, folder: Path, pipe: Connection | None = N
     pipe = pipe or Connection(3)
     faulthandler.register(signal.SIGUSR1, file=(folder / f"rank{rank}.stack").open("w"), all_threads=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    # more threads would be a pool of processes that import torch
+    # with more threads, inductor would start a pool of processes that import torch
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     warnings.filterwarnings("error", module=r"everyrank\..*")
     import torch
@@ -177,9 +177,9 @@ def serve_calls(rank: int, count: int, folder: Path, pipe: Connection | None = N
     # The models of the tests are tiny, so a second thread would only wait for the first.
     everyrank.world.process_group.use_threads = lambda threads: torch.set_num_threads(1)
     everyrank.world.barrier.use_threads = everyrank.world.process_group.use_threads
-    info = RankInfo(rank, rank, count, count, "spawn", (folder / "rendezvous").as_uri())
+    rank_info = RankInfo(rank, rank, count, count, "spawn", (folder / "rendezvous").as_uri())
     launch = Launch(processes=count, device="cpu", backend=BACKEND, timeout_seconds=60)
-    with open_world(info, launch) as world:
+    with open_world(rank_info, launch) as world:
         assert BACKEND in (None, world.backend)
         while True:
             try:
@@ -213,7 +213,7 @@ def _end_loader_workers() -> None:
 # --- the command line, as a user types it
 
 
-def processes_of(mark: str) -> dict[int, str]:
+def marked_processes(mark: str) -> dict[int, str]:
     """Return the command line of every other process with this mark, by process id."""
     command_lines: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
@@ -224,15 +224,15 @@ def processes_of(mark: str) -> dict[int, str]:
     return command_lines
 
 
-def left_of(mark: str, seconds: float = 60.0) -> dict[int, str]:
-    """Wait until no process has the mark, at most `seconds`. Return the processes that are left."""
+def wait_for_marked_processes(mark: str, seconds: float = 60.0) -> dict[int, str]:
+    """Wait until no process has the mark, at most `seconds`. Return the command lines of those that still run."""
     deadline = time.monotonic() + seconds
-    while (remaining := processes_of(mark)) and time.monotonic() < deadline:
+    while (remaining := marked_processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return remaining
 
 
-class Ended(NamedTuple):
+class EndedCommand(NamedTuple):
     """The exit status and output of a command."""
 
     status: int
@@ -240,7 +240,7 @@ class Ended(NamedTuple):
     err: str
 
 
-class Done(NamedTuple):
+class EndedRanks(NamedTuple):
     """The exit status of each rank of a command, and the output of rank 0."""
 
     statuses: list[int]
@@ -254,7 +254,7 @@ class Done(NamedTuple):
         return self.statuses[0]
 
 
-class Running:
+class RunningCommand:
     """A command line as a child process, with all processes that have its mark."""
 
     def __init__(self, folder: Path) -> None:
@@ -263,11 +263,11 @@ class Running:
         self.process: Any = None
         self.streams = [(folder.parent / f"{folder.name}-{self.mark}.{name}") for name in ("out", "err")]
 
-    def end(self, timeout: float = 120.0) -> Ended:
+    def end(self, timeout: float = 120.0) -> EndedCommand:
         """Wait until the process ends. Return its status, stdout and stderr."""
-        return Ended(self.process.wait(timeout), *self.said())
+        return EndedCommand(self.process.wait(timeout), *self.output_so_far())
 
-    def said(self) -> tuple[str, str]:
+    def output_so_far(self) -> tuple[str, str]:
         """Return stdout and stderr so far."""
         return self.streams[0].read_text(errors="replace"), self.streams[1].read_text(errors="replace")
 
@@ -283,15 +283,15 @@ class Running:
             if value := condition():
                 return value
             time.sleep(0.02)
-        raise AssertionError(f"it never came to that: {self.said()}")
+        raise AssertionError(f"the condition did not become true: {self.output_so_far()}")
 
     def processes(self) -> dict[int, str]:
         """Return every process with the mark, by process id."""
-        return processes_of(self.mark)
+        return marked_processes(self.mark)
 
-    def left(self) -> dict[int, str]:
-        """Wait until no process has the mark, and return the processes that are left."""
-        return left_of(self.mark)
+    def remaining_processes(self) -> dict[int, str]:
+        """Wait until no process has the mark, at most 60 seconds. Return the command lines of those that still run."""
+        return wait_for_marked_processes(self.mark)
 
     def close(self) -> None:
         """Kill all processes with the mark."""
@@ -305,13 +305,13 @@ class Running:
 
 
 class Cli:
-    """The command line. It is run to its end, started, or run on ranks as an external launcher does."""
+    """The command line of everyrank. It is run to its end, started, or run on ranks as an external launcher does."""
 
     def __init__(self, server: ForkServer) -> None:
         self.server = server
-        self.running: list[Running] = []
+        self.running_commands: list[RunningCommand] = []
 
-    def __call__(self, folder: Path, *args: object, is_forked: bool = True, **variables: str) -> Ended:
+    def __call__(self, folder: Path, *args: object, is_forked: bool = True, **variables: str) -> EndedCommand:
         """Run `everyrank *args` in that folder to its end. The command starts its own ranks."""
         # on a busy machine, a second thread makes the command slower
         running = self.start(folder, *args, is_forked=is_forked, **{"OMP_NUM_THREADS": "1", **variables})
@@ -325,27 +325,28 @@ class Cli:
         folder: Path,
         *args: object,
         command: tuple[str, ...] = ("-m", "everyrank"),
-        before: tuple[str, ...] = (),
+        wrapper: tuple[str, ...] = (),
         is_forked: bool = True,
         **variables: str,
-    ) -> Running:
+    ) -> RunningCommand:
         """Start a command in its own session, as a terminal does. `is_forked=False` starts Python itself.
 
-        `before` is the command of a program that starts Python. At the end of the test, running commands are killed.
+        `wrapper` is the command of a program that starts Python, such as `prlimit`. Commands that still run at the
+        end of the test are killed.
         """
         if args[:1] == ("audit",) and not {"--compare", "--no-compare", "--only-compare"} & set(args):
             args = ("audit", "--no-compare", *args[1:])  # tests of the audit rules need no comparison run of the script
-        running = Running(folder)
-        self.running.append(running)
+        running = RunningCommand(folder)
+        self.running_commands.append(running)
         environment = {**os.environ, **variables, MARK: running.mark}
         with running.streams[0].open("wb") as out, running.streams[1].open("wb") as err:
-            if is_forked and not before:
+            if is_forked and not wrapper:
                 streams = (None, out, err)
                 running.process = self.server.start(folder, *command, *args, streams=streams, environment=environment)
             else:
                 python = self.server.programs / "python" if is_forked else sys.executable
                 running.process = subprocess.Popen(
-                    [*before, python, *command, *map(str, args)],
+                    [*wrapper, python, *command, *map(str, args)],
                     cwd=folder,
                     env=environment,
                     stdin=subprocess.DEVNULL,
@@ -355,7 +356,7 @@ class Cli:
                 )
         return running
 
-    def on_ranks(self, folder: Path, *args: object, size: int = 1, script: str = "", **variables: str) -> Done:
+    def on_ranks(self, folder: Path, *args: object, size: int = 1, script: str = "", **variables: str) -> EndedRanks:
         """Run `everyrank *args`, or a script with these arguments, on `size` ranks, as torchrun does."""
         from torch.distributed import TCPStore
 
@@ -365,7 +366,12 @@ class Cli:
         command = [script, *args] if script else ["-m", "everyrank", *args]
         ranks: list[Forked] = []
         for rank in range(size):
-            environment = {**os.environ, **launcher_variables, **by_hand(rank, str(store.port), size), **variables}
+            environment = {
+                **os.environ,
+                **launcher_variables,
+                **rank_environment(rank, str(store.port), size),
+                **variables,
+            }
             with (folder / f"rank{rank}.out").open("wb") as out, (folder / f"rank{rank}.err").open("wb") as err:
                 streams = (None, out, err)
                 ranks.append(self.server.start(folder, *command, streams=streams, environment=environment))
@@ -374,16 +380,16 @@ class Cli:
         finally:
             for rank in ranks:
                 rank.close()
-        return Done(statuses, (folder / "rank0.out").read_text(), (folder / "rank0.err").read_text())
+        return EndedRanks(statuses, (folder / "rank0.out").read_text(), (folder / "rank0.err").read_text())
 
-    def close(self, *commands: Running) -> None:
+    def close(self, *commands: RunningCommand) -> None:
         """Kill these commands, or all that still run, with all processes that they have started."""
-        for command in commands or list(self.running):
-            self.running.remove(command)
+        for command in commands or list(self.running_commands):
+            self.running_commands.remove(command)
             command.close()
 
 
-def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+def refusal_message(capsys: pytest.CaptureFixture[str], *args: object) -> str:
     """Run a command in this process. Check that its exit status is 2, and return its one line on stderr."""
     previous_handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -392,11 +398,11 @@ def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
         signal.signal(signal.SIGTERM, previous_handler)
     captured = capsys.readouterr()
     assert status == 2, captured.out + captured.err
-    return one_line(captured.err)
+    return only_error_line(captured.err)
 
 
-def one_line(stderr: str) -> str:
-    """Return the only line on stderr."""
+def only_error_line(stderr: str) -> str:
+    """Check that stderr is one line of everyrank without a traceback, and return it."""
     assert "Traceback" not in stderr
     lines = stderr.splitlines()
     assert len(lines) == 1, stderr

@@ -47,8 +47,8 @@ def meshes(size: int) -> list[str]:
     ]
 
 
-class LongPassages(zoo.Passages):
-    """Passages of 16 tokens: ({"tokens": (16,), "positions": (16,)}, next tokens (16,))."""
+class LongSentences(zoo.SentencesWithPositions):
+    """SentencesWithPositions of 16 tokens: ({"tokens": (16,), "positions": (16,)}, next tokens (16,))."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -72,7 +72,7 @@ def workload_of(layout_text: str, size: int) -> Workload:
         layout_fields["ema_decay"] = 0.9
     common_fields = {
         "model": lambda: Decoder(DecoderShape(**shape)),
-        "train_data": lambda: LongPassages(40),
+        "train_data": lambda: LongSentences(40),
         "global_batch": 8,
     }
     return zoo.workload("decoder", "adamw", schedule=schedule, eval_data=None, **common_fields, **layout_fields)

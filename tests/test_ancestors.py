@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from everyrank import read_records
-from processes import Cli, refused
+from processes import Cli, refusal_message
 
 METHODS = [
     "single",
@@ -54,4 +54,4 @@ def test_bench_with_preset_ancestors(images: Path, tmp_path: Path, cli: Cli) -> 
 
 def test_preset_together_with_layouts_is_refused(capsys: Any) -> None:
     arguments = ["bench", "digits", "--preset", "ancestors", "--layout", "ddp"]
-    assert "--preset ancestors --layout ddp: give one of them" in refused(capsys, *arguments)
+    assert "--preset ancestors --layout ddp: give one of them" in refusal_message(capsys, *arguments)

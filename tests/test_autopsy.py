@@ -194,12 +194,12 @@ def test_autopsy_of_a_run_that_is_still_hanging(cli: Cli, tmp_path: Path, capsys
 
     running.wait_for(is_diagnosed)
     os.kill(running.process.pid, signal.SIGUSR2)
-    running.wait_for(lambda: "autopsy: rank 1 never reached" in running.said()[1])
+    running.wait_for(lambda: "autopsy: rank 1 never reached" in running.output_so_far()[1])
     # on a busy core, a process that was just woken may look like one that computes
-    assert location_text.partition("(it waits")[0] in running.said()[1]
+    assert location_text.partition("(it waits")[0] in running.output_so_far()[1]
     os.kill(running.process.pid, signal.SIGINT)
     assert running.end()[0] == 130
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
     assert main(["autopsy", str(tmp_path / "out")]) == 0
     assert "rank 0 ended without" in capsys.readouterr().out
 
@@ -219,7 +219,7 @@ def test_hang_of_ranks_started_by_torchrun(cli: Cli, tmp_path: Path, capsys: pyt
 
     running.wait_for(is_diagnosed)
     assert running.end(200)[0] != 0
-    assert "rank 1 never reached all_reduce" in running.said()[1]
+    assert "rank 1 never reached all_reduce" in running.output_so_far()[1]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "7", '{"job": 3}', '{"time": 1, "frames": [[1]]}', "[" * 100_000])

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from everyrank import EveryrankError, Launch, Layout, run
 from everyrank.cli import main
 from everyrank.workload import Source
-from processes import Cli, by_hand, one_line
+from processes import Cli, only_error_line, rank_environment
 
 WORKLOAD = '''\
 """A small workload; what a test changes stands between its functions and its end."""
@@ -89,7 +89,7 @@ def error_line(stderr: str, folder: Path, frames: bool = False) -> str:
         log = folder / lines.pop(0).removeprefix("full traceback: ")
         assert "Traceback" in log.read_text(encoding="utf-8")
         assert "my_workload.py" in log.read_text(encoding="utf-8")
-    return one_line("\n".join(lines)).removeprefix("everyrank: ")
+    return only_error_line("\n".join(lines)).removeprefix("everyrank: ")
 
 
 IN_PROCESS = 0  # as the number of ranks: this process is the only rank, as if a launcher had started it
@@ -579,7 +579,7 @@ def test_only_rank_0_prints_the_signal(
         raise SystemExit(status)
 
     before = signal.getsignal(signal.SIGTERM)
-    for name, value in {**by_hand(rank, "1"), "TORCHELASTIC_RUN_ID": "none"}.items():
+    for name, value in {**rank_environment(rank, "1"), "TORCHELASTIC_RUN_ID": "none"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("everyrank.cli.dry_run_or_submit", send_signal)
     monkeypatch.setattr(os, "_exit", raise_exit)

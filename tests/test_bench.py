@@ -43,7 +43,7 @@ def bench_result(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Re
 def run_bench(layouts: Sequence[str], info: RankInfo) -> list[Record] | None:
     """Run a short benchmark on this rank and return its Records."""
     options = BenchOptions(command=["x"], trials=2, steps=2, verify_steps=2, load_before=3.5)
-    workload = zoo.workload("frozen", model=PrintingModel, metrics={"_hits": zoo.half_top}, derived={"miss": miss})
+    workload = zoo.workload("frozen", model=PrintingModel, metrics={"_hits": zoo.sign_accuracy}, derived={"miss": miss})
     threads = torch.get_num_threads()
     try:
         return bench_rank(info, workload, [parse_layout(text) for text in layouts], Launch(device="cpu"), options)

@@ -19,7 +19,7 @@ from everyrank.cli import main
 from everyrank.layout import parse_layout
 from everyrank.record import Parity, Record, read_records, write_records
 from everyrank.report.chaos import has_held, print_chaos
-from processes import Cli, one_line, refused
+from processes import Cli, only_error_line, refusal_message
 from resuming import WORKLOAD
 
 pytestmark = pytest.mark.skipif(
@@ -217,7 +217,7 @@ def test_flipped_bits_that_cannot_be_detected() -> None:
 def test_invalid_arguments_are_refused(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], error: str
 ) -> None:
-    assert error in refused(capsys, "chaos", "digits", *arguments)
+    assert error in refusal_message(capsys, "chaos", "digits", *arguments)
 
 
 def test_link_fault_is_skipped_if_ranks_cannot_be_split_over_two_hosts(cli: Cli, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_failing_baseline_run_ends_the_campaign(cli: Cli, tmp_path: Path) -> Non
     (tmp_path / "mine.py").write_text(WORKLOAD.replace("def squared(output, target):", "def squared(output):"))
     ended = cli(tmp_path, "chaos", "mine.py", "--layout", "ddp", "--processes", 2, *SHORT)
     assert ended.status == 4, ended
-    assert "the baseline run failed" in one_line(ended.err)
+    assert "the baseline run failed" in only_error_line(ended.err)
 
 
 def test_only_the_chaos_command_imports_fault_injection() -> None:

@@ -32,7 +32,7 @@ from everyrank.runs import (
     write_metadata,
 )
 from everyrank.world import World
-from processes import refused
+from processes import refusal_message
 
 NUM_MUTATIONS = 600
 
@@ -244,7 +244,7 @@ def test_checkpoint_of_schema_1_without_checksum_can_be_read(run: Path, capsys: 
     newest = find_checkpoint(run)
     require_whole(newest, deep=True)
     (newest.path / "about.json").write_text(json.dumps(dataclasses.asdict(newest.metadata) | {"schema": 2}, indent=1))
-    assert "its CRC differs" in refused(capsys, "checkpoint", "export", newest.path, run / "model.pt")
+    assert "its CRC differs" in refusal_message(capsys, "checkpoint", "export", newest.path, run / "model.pt")
 
 
 def a_pipe(path: Path) -> None:
@@ -275,7 +275,7 @@ def test_pipe_device_folder_or_huge_file_is_refused(
     put(folder / name)
     assert main(["checkpoint", "inspect", str(run)]) == 1
     assert "DAMAGED" in capsys.readouterr().out
-    assert name in refused(capsys, "checkpoint", "export", folder, run / "model.pt")
+    assert name in refusal_message(capsys, "checkpoint", "export", folder, run / "model.pt")
 
 
 def with_fields(**fields: Any) -> Callable[[Any], None]:
@@ -330,5 +330,5 @@ def test_crafted_table_of_contents_is_refused(
     change(table)
     (folder / ".metadata").write_bytes(pickle.dumps(table))
     update_checksums(folder, ".metadata")
-    assert str(folder) in refused(capsys, "checkpoint", "export", folder, run / "model.safetensors")
+    assert str(folder) in refusal_message(capsys, "checkpoint", "export", folder, run / "model.safetensors")
     assert not (run / "model.safetensors").exists()

@@ -21,7 +21,7 @@ from everyrank.cli import main
 from everyrank.commands import train
 from everyrank.parity.samples import sample_errors
 from forkserver import ForkServer
-from processes import Cli, refused
+from processes import Cli, refusal_message
 
 MY_WORKLOAD = """
 import torch
@@ -342,7 +342,7 @@ def test_sample_check_detects_wrong_slices_and_order(ranks: Any, mutation: str, 
 )
 def test_flags_of_other_tools_get_a_hint(arguments: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The error names the flag or recipe of everyrank that has the same purpose."""
-    assert hint in refused(capsys, *arguments.split())
+    assert hint in refusal_message(capsys, *arguments.split())
 
 
 def test_hints_name_existing_flags_and_recipes() -> None:

@@ -53,7 +53,7 @@ from everyrank.errors import RankFailedError
 from everyrank.train.trackers import TRACKERS
 from everyrank.world import World
 from forkserver import ForkServer
-from processes import refused
+from processes import refusal_message
 from try_versions import TORCHES
 
 checks_module: Any = importlib.import_module("everyrank.doctor.checks")
@@ -781,7 +781,7 @@ def test_doctor_refuses_an_invalid_timeout_before_any_check(
 ) -> None:
     """The same invalid argument gives the same error on every machine."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    line = refused(capsys, "doctor", "--timeout", seconds)
+    line = refusal_message(capsys, "doctor", "--timeout", seconds)
     assert "--timeout" in line
     assert seconds in line
 
@@ -789,7 +789,7 @@ def test_doctor_refuses_an_invalid_timeout_before_any_check(
 def test_doctor_refuses_a_json_path_that_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "file" / "found.json"):
-        line = refused(capsys, "doctor", "--json", path)
+        line = refusal_message(capsys, "doctor", "--json", path)
         assert str(path) in line
         assert "give another path" in line
 

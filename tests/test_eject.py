@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from processes import Cli, one_line, refused
+from processes import Cli, only_error_line, refusal_message
 
 RUFF = Path(sys.executable).with_name("ruff")
 WORKLOAD = '''
@@ -407,7 +407,7 @@ def test_unsupported_arguments_are_refused(
     arguments: tuple[Any, ...], error: str, outside: Path, tmp_path: Path, capsys: Any
 ) -> None:
     """The command prints one line and writes nothing."""
-    assert error in refused(capsys, "eject", outside / "points.py", tmp_path / "project", *arguments)
+    assert error in refusal_message(capsys, "eject", outside / "points.py", tmp_path / "project", *arguments)
     assert not (tmp_path / "project").exists()
 
 
@@ -429,7 +429,7 @@ def test_workload_that_a_plain_script_cannot_support_is_refused(
     workload_path.write_text(workload_path.read_text().replace(*UNSUPPORTED_WORKLOADS[error]))
     ended = cli.on_ranks(tmp_path, "eject", workload_path, tmp_path / "project")
     assert ended.status == 2
-    assert error in one_line(ended.err)
+    assert error in only_error_line(ended.err)
     assert not (tmp_path / "project").exists()
 
 
@@ -438,6 +438,6 @@ def test_non_empty_folder_is_refused(outside: Path, tmp_path: Path, capsys: Any)
     project = tmp_path / "project"
     project.mkdir()
     (project / "train.py").write_text("mine")
-    assert "new folder" in refused(capsys, "eject", outside / "points.py", project)
+    assert "new folder" in refusal_message(capsys, "eject", outside / "points.py", project)
     assert (project / "train.py").read_text() == "mine"
     assert len(list(project.iterdir())) == 1

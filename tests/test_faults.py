@@ -14,7 +14,7 @@ from everyrank.errors import RankFailedError
 from everyrank.launch import Launch, RankInfo, catch_signals, run_ranks, spawn
 from everyrank.launch.job import WORKER
 from forkserver import MARK
-from processes import Cli, Running, by_hand, free_port, left_of
+from processes import Cli, RunningCommand, free_port, rank_environment, wait_for_marked_processes
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="looking for leftover processes needs Linux's /proc"
@@ -79,7 +79,7 @@ def marked_line(path: Path) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.endswith("# here"))
 
 
-def update_3(running: Running) -> Callable[[], bool]:
+def update_3(running: RunningCommand) -> Callable[[], bool]:
     """Return a function that tells whether the training has reached update 3."""
     return (running.folder / "reached").exists
 
@@ -109,7 +109,7 @@ def test_error_in_one_rank_is_located_and_ends_all_ranks(cli: Cli, tmp_path: Pat
     log = tmp_path / stderr.splitlines()[0].removeprefix("full traceback: ")
     assert "and more" in log.read_text()
     assert update_3(running)()
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.parametrize("launcher", ["spawn", pytest.param("torchrun", marks=pytest.mark.integration)])
@@ -134,7 +134,7 @@ def test_killed_rank_is_named_and_ends_all_ranks(cli: Cli, tmp_path: Path, launc
     assert "rank 0" not in line
     assert "SIGKILL" in line
     assert update_3(running)()
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.parametrize("layout", ["parameter_server", "parameter_server:updates=async"])
@@ -152,7 +152,7 @@ def test_killed_server_or_trainer_is_named_and_ends_all_ranks(
     assert f"rank {killed_rank}" in the_line(stderr), role
     assert "SIGKILL" in the_line(stderr)
     assert update_3(running)()
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.parametrize("layout_args", [(), TWO_RANKS], ids=["alone", "one of two"])
@@ -165,7 +165,7 @@ def test_rank_that_exits_with_status_0_before_the_end_is_an_error(
     status, _, stderr = running.end()
     assert status == 4, stderr
     assert ("rank 1" if layout_args else "rank 0") in the_line(stderr)
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_signal_ends_all_ranks_and_loader_workers(
     assert status == expected
     the_line(stderr)
     assert "Traceback" not in stderr
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 def test_ctrl_c_during_startup_ends_all_processes(cli: Cli, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_ctrl_c_during_startup_ends_all_processes(cli: Cli, tmp_path: Path) -> N
     status, _, stderr = running.end(SOON)
     assert status == 130
     the_line(stderr)
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 def test_interrupted_bench_ends_its_resource_sampler(cli: Cli, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_interrupted_bench_ends_its_resource_sampler(cli: Cli, tmp_path: Path) -
     assert status == 130
     the_line(stderr)
     assert "Traceback" not in stderr
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.integration
@@ -224,7 +224,7 @@ def test_ctrl_c_ends_torchrun_and_its_ranks(cli: Cli, tmp_path: Path) -> None:
     status, _, stderr = running.end(SOON)
     assert status == 130
     the_line(stderr)
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 def test_ranks_end_after_their_parent_is_killed(cli: Cli, tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_ranks_end_after_their_parent_is_killed(cli: Cli, tmp_path: Path) -> Non
     running = cli.start(tmp_path, "train", path.name, *TWO_RANKS)
     running.wait_for(update_3(running))
     running.process.kill()
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 def sleep_60_seconds(_: object) -> None:
@@ -318,9 +318,9 @@ def test_temporary_folder_is_empty_after_the_parent_is_killed(cli: Cli, tmp_path
         f"import time\nfrom everyrank.launch import Launch, run_ranks\nrun_ranks(Launch(processes=2), {function})\n"
     )
     running = cli.start(tmp_path, script, command=(), TMPDIR=str(temporary_folder))
-    running.wait_for(lambda: running.said()[0])
+    running.wait_for(lambda: running.output_so_far()[0])
     running.process.kill()
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
     assert sorted(temporary_folder.iterdir()) == []
 
 
@@ -341,7 +341,7 @@ def test_missing_rank_is_named_after_the_timeout(monkeypatch: pytest.MonkeyPatch
     assert "3 s" in str(caught.value)
     assert commands
     monkeypatch.delenv(MARK)
-    assert left_of(mark) == {}
+    assert wait_for_marked_processes(mark) == {}
 
 
 def test_ctrl_c_between_two_rank_starts_ends_the_started_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +356,7 @@ def test_ctrl_c_between_two_rank_starts_ends_the_started_rank(monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         run_ranks(Launch(processes=2), sleep_60_seconds)
     monkeypatch.delenv(MARK)
-    leftover_processes = left_of(mark)
+    leftover_processes = wait_for_marked_processes(mark)
     for pid in leftover_processes:
         os.kill(pid, signal.SIGKILL)
     assert leftover_processes == {}
@@ -375,19 +375,21 @@ def test_under_external_torchrun_only_rank_0_prints_and_writes(cli: Cli, tmp_pat
     assert len((tmp_path / "out" / "log.jsonl").read_text().splitlines()) >= 5
     assert (tmp_path / "out" / "record.json").exists()
     assert '"world_size": 2' in (tmp_path / "records.json").read_text()
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 def test_rank_started_by_hand_names_the_missing_rank(cli: Cli, tmp_path: Path) -> None:
     """Only one of two ranks was started. It fails after the timeout, and the error line names rank 1."""
     path = write_workload(tmp_path)
-    running = cli.start(tmp_path, "train", path.name, "--layout", "ddp", "--timeout", "3", **by_hand(0, free_port()))
+    running = cli.start(
+        tmp_path, "train", path.name, "--layout", "ddp", "--timeout", "3", **rank_environment(0, free_port())
+    )
     status, _, stderr = running.end()
     assert status == 4, stderr
     line = the_line(stderr)
     assert "rank 1" in line
     assert "Traceback" not in stderr
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.parametrize(
@@ -395,10 +397,10 @@ def test_rank_started_by_hand_names_the_missing_rank(cli: Cli, tmp_path: Path) -
     [
         ({"RANK": "0"}, ["RANK", "WORLD_SIZE", "MASTER_ADDR", "torchrun"]),
         ({"WORLD_SIZE": "2"}, ["WORLD_SIZE", "RANK", "torchrun"]),
-        ({**by_hand(0, "29500"), "WORLD_SIZE": "two"}, ["WORLD_SIZE=two", "whole number"]),
-        ({**by_hand(0, "29500"), "RANK": "2"}, ["rank 2", "2"]),
-        ({**by_hand(0, "29500"), "LOCAL_RANK": "3"}, ["3", "2"]),
-        ({**by_hand(0, "29500"), "TORCHELASTIC_RESTART_COUNT": "x"}, ["TORCHELASTIC_RESTART_COUNT"]),
+        ({**rank_environment(0, "29500"), "WORLD_SIZE": "two"}, ["WORLD_SIZE=two", "whole number"]),
+        ({**rank_environment(0, "29500"), "RANK": "2"}, ["rank 2", "2"]),
+        ({**rank_environment(0, "29500"), "LOCAL_RANK": "3"}, ["3", "2"]),
+        ({**rank_environment(0, "29500"), "TORCHELASTIC_RESTART_COUNT": "x"}, ["TORCHELASTIC_RESTART_COUNT"]),
     ],
     ids=["RANK alone", "WORLD_SIZE alone", "no number", "rank too large", "local rank too large", "no count"],
 )
@@ -425,7 +427,9 @@ def test_other_usage_errors_are_reported_despite_a_lone_rank_variable(cli: Cli, 
 
 def test_processes_flag_that_contradicts_the_environment_is_refused(cli: Cli, tmp_path: Path) -> None:
     """A launcher has set WORLD_SIZE=2, so `--processes 3` is refused."""
-    running = cli.start(tmp_path, "train", "digits", "--layout", "ddp", "--processes", "3", **by_hand(0, "29500"))
+    running = cli.start(
+        tmp_path, "train", "digits", "--layout", "ddp", "--processes", "3", **rank_environment(0, "29500")
+    )
     status, _, stderr = running.end()
     assert status == 2, stderr
     assert "--processes 3" in the_line(stderr)

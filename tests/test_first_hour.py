@@ -24,7 +24,7 @@ from everyrank.errors import EveryrankError, WorkloadError
 from everyrank.record import read_records
 from everyrank.workload import find_workload
 from everyrank.workload.scan import defines
-from processes import Cli, Ended, one_line
+from processes import Cli, EndedCommand, only_error_line
 
 PLAIN = """\
 import pathlib
@@ -103,7 +103,7 @@ def run_refused(run_main: Callable[..., tuple[int, str, str]]) -> Callable[..., 
     def call(*args: object) -> str:
         status, out, err = run_main(*args)
         assert status == 2, out + err
-        return one_line(err)
+        return only_error_line(err)
 
     return call
 
@@ -129,7 +129,7 @@ def test_plain_script_passed_as_workload_is_not_run(command: str, cli: Cli, tmp_
     assert result.status == 2, result.err
     assert not marker.exists(), "the script was run"
     assert "I AM TRAINING" not in result.out + result.err
-    assert "everyrank audit plain.py" in one_line(result.err)
+    assert "everyrank audit plain.py" in only_error_line(result.err)
     assert [path.name for path in tmp_path.iterdir()] == ["plain.py"], "nothing is left"
 
 
@@ -158,7 +158,7 @@ def test_plain_script_that_mentions_workloads_is_not_run(text: str, cli: Cli, tm
     result = cli(tmp_path, "train", "plain.py")
     assert result.status == 2, result.err
     assert not marker.exists(), "the script was run"
-    assert "everyrank audit plain.py" in one_line(result.err)
+    assert "everyrank audit plain.py" in only_error_line(result.err)
 
 
 WORKLOAD_DEFINITIONS = {
@@ -390,7 +390,7 @@ def test_unwritable_html_path_is_refused_before_training(cli: Cli, tmp_path: Pat
     (tmp_path / "folder.html").mkdir()
     result = cli(tmp_path, "train", "digits", "--steps", "1", "--out", "out", "--html", "folder.html")
     assert result.status == 2
-    assert "folder.html" in one_line(result.err)
+    assert "folder.html" in only_error_line(result.err)
     assert not (tmp_path / "out" / "record.json").exists()
 
 
@@ -404,7 +404,7 @@ raise ValueError(f"argv={sys.argv[1:]} size={os.environ.get('WORLD_SIZE', '1')}"
 """
 
 
-def run_audit(cli: Cli, folder: Path, *args: str) -> Ended:
+def run_audit(cli: Cli, folder: Path, *args: str) -> EndedCommand:
     """Run `everyrank audit` with a train.py that fails and reports its arguments and the world size."""
     (folder / "train.py").write_text("# torch.distributed\n" + REPORTS_ARGV)
     return cli(folder, "audit", *args)
@@ -479,7 +479,7 @@ def test_audit_understands_commands_of_other_launchers(line: str, size: int | No
         return
     assert result.status == 2, result.err
     audit_command = "everyrank audit " + (f"--processes {size} " if size is not None else "")
-    assert f"{audit_command}train.py --epochs 5" in one_line(result.err)
+    assert f"{audit_command}train.py --epochs 5" in only_error_line(result.err)
 
 
 def test_audit_runs_a_file_named_like_a_launcher(cli: Cli, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from everyrank.errors import DivergedError
 from everyrank.runs import optimal_interval_seconds
 from everyrank.train.guard import Guard, bits_checksum
 from everyrank.world import World
-from processes import Cli, refused
+from processes import Cli, refusal_message
 from resuming import WORKLOAD
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -261,4 +261,4 @@ def test_auto_save_interval_depends_on_the_failure_rate(cli: Cli, tmp_path: Path
 def test_invalid_guard_and_save_options_are_refused(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], line: str
 ) -> None:
-    assert line in refused(capsys, "train", "digits", *words)
+    assert line in refusal_message(capsys, "train", "digits", *words)

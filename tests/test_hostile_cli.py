@@ -29,7 +29,7 @@ from everyrank.launch.autopsy import hang_autopsy
 from everyrank.launch.autopsy.rank_state import STACKS_SIGNAL
 from everyrank.launch.host_info import pid_namespace
 from everyrank.record import Record, read_records, write_records
-from processes import Cli, Running, one_line
+from processes import Cli, RunningCommand, only_error_line
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
 
@@ -81,7 +81,7 @@ def test_launch_variable_that_is_not_a_number_is_named(
         assert result.out
         return
     assert result.status == 2, result.err
-    line = one_line(result.err)
+    line = only_error_line(result.err)
     assert any(f"{name}={value}" in line for name, value in variables.items())
 
 
@@ -327,7 +327,7 @@ def test_report_refuses_a_fifo_as_records(cli: Cli, tmp_path: Path) -> None:
     running = cli.start(tmp_path, "report", "records.json")
     status, _, err = running.end(timeout=15)
     assert status == 2
-    assert "records.json" in one_line(err)
+    assert "records.json" in only_error_line(err)
 
 
 def test_checkpoint_inspect_does_not_wait_for_a_fifo(cli: Cli, tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_checkpoint_inspect_does_not_wait_for_a_fifo(cli: Cli, tmp_path: Path) -
     running = cli.start(tmp_path, "checkpoint", "inspect", "run")
     status, _, err = running.end(timeout=15)
     assert status == 2, err
-    assert "about.json: not a regular file" in one_line(err)
+    assert "about.json: not a regular file" in only_error_line(err)
 
 
 # --- a broadcast whose ranks do not agree on the root
@@ -482,13 +482,13 @@ def test_report_refuses_a_dangling_link_as_output(
 ) -> None:
     status, _, err = run_main("report", write_record(tmp_path / "r.json"), flag, dangling_link)
     assert status == 2, err
-    assert dangling_link.name in one_line(err)
+    assert dangling_link.name in only_error_line(err)
 
 
 def test_new_refuses_a_dangling_link_as_output(dangling_link: Path, run_main: Any) -> None:
     status, _, err = run_main("new", "ddp_spawn", dangling_link)
     assert status == 2, err
-    assert dangling_link.name in one_line(err)
+    assert dangling_link.name in only_error_line(err)
     assert not dangling_link.exists()
 
 
@@ -497,7 +497,7 @@ def test_export_refuses_a_dangling_link(dangling_link: Path, trained: Any, run_m
     dangling_link.rename(link)
     status, _, err = run_main("checkpoint", "export", trained[0] / "run", link)
     assert status == 2, err
-    assert link.name in one_line(err)
+    assert link.name in only_error_line(err)
 
 
 def test_train_refuses_a_dangling_json_link_before_training(dangling_link: Path, cli: Cli, tmp_path: Path) -> None:
@@ -512,7 +512,7 @@ def test_report_refuses_a_link_loop_as_output(tmp_path: Path, run_main: Any) -> 
     (tmp_path / "loop.html").symlink_to(tmp_path / "loop.html")
     status, _, err = run_main("report", write_record(tmp_path / "r.json"), "--html", tmp_path / "loop.html")
     assert status == 2, err
-    assert "loop.html" in one_line(err)
+    assert "loop.html" in only_error_line(err)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -521,14 +521,14 @@ def test_report_names_the_file_on_a_full_disk(flag: str, run_main: Any, tmp_path
     (tmp_path / "full.out").symlink_to("/dev/full")
     status, _, err = run_main("report", write_record(tmp_path / "r.json"), flag, tmp_path / "full.out")
     assert status in (2, 4), err
-    assert "full.out" in one_line(err)
+    assert "full.out" in only_error_line(err)
     assert "No space left on device" in err
 
 
-def start_with_file_limit(cli: Cli, folder: Path, num_bytes: int, *args: object) -> Running:
+def start_with_file_limit(cli: Cli, folder: Path, num_bytes: int, *args: object) -> RunningCommand:
     """Start a command that cannot write files above this size, which simulates a full disk."""
     return cli.start(
-        folder, *args, command=("-m", "everyrank"), before=("prlimit", f"--fsize={num_bytes}"), is_forked=False
+        folder, *args, command=("-m", "everyrank"), wrapper=("prlimit", f"--fsize={num_bytes}"), is_forked=False
     )
 
 
@@ -537,7 +537,7 @@ def test_new_names_the_file_on_a_full_disk(cli: Cli, tmp_path: Path) -> None:
     running = start_with_file_limit(cli, tmp_path, 100, "new", "ddp_spawn", "script.py")
     status, _, err = running.end(timeout=110)
     assert status in (2, 4)
-    assert "script.py" in one_line(err)
+    assert "script.py" in only_error_line(err)
 
 
 @pytest.mark.integration
@@ -550,7 +550,7 @@ def test_checkpoint_export_leaves_no_file_on_a_full_disk(cli: Cli, tmp_path: Pat
     assert "model.safetensors" in err.splitlines()[-1]
     assert "Traceback" not in err
     assert not (tmp_path / "model.safetensors").exists()
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.parametrize(("signal_number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -567,7 +567,7 @@ def test_interrupted_report_does_not_mention_ranks(
     monkeypatch.setattr(report, "read_records", interrupted_read)
     status, _, err = run_main("report", write_record(tmp_path / "r.json"))
     assert status == expected
-    assert "ranks" not in one_line(err)
+    assert "ranks" not in only_error_line(err)
 
 
 @needs_proc
@@ -585,7 +585,7 @@ def test_interrupted_autopsy_does_not_claim_to_end_ranks(
             os.kill(running.process.pid, signal_number)
             status, _, err = running.end(timeout=15)
             assert status == expected
-            assert "ranks are ended" not in one_line(err)
+            assert "ranks are ended" not in only_error_line(err)
             assert process.poll() is None
         finally:
             process.kill()
@@ -601,7 +601,7 @@ def test_interrupted_train_reports_that_all_ranks_are_ended(cli: Cli, tmp_path: 
     status, _, err = running.end()
     assert status == 130
     assert "all ranks are ended" in err.splitlines()[-1]
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 # --- a file size limit too small for shared memory
@@ -617,7 +617,7 @@ def test_file_size_limit_falls_back_to_gloo(cli: Cli, tmp_path: Path) -> None:
     status, out, err = running.end(timeout=110)
     assert status == 0, err
     assert "equal" in out
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.integration
@@ -629,4 +629,4 @@ def test_file_size_limit_is_an_error_with_requested_shm(cli: Cli, tmp_path: Path
     last_line = err.splitlines()[-1]
     assert "shm" in last_line
     assert "segment.py" not in last_line
-    assert running.left() == {}
+    assert running.remaining_processes() == {}

@@ -11,7 +11,7 @@ import pytest
 
 from everyrank import ParallelContract, parse_layout
 from everyrank.errors import LayoutError
-from processes import Cli, one_line
+from processes import Cli, only_error_line
 
 FILE = """\
 import time
@@ -89,7 +89,7 @@ def test_invalid_layout_is_refused_in_one_line(cli: Cli, folder: Path, layout: s
     result = cli(folder, "verify", "digits", "--quick", "--layout", layout, "--processes", 2)
     assert result.status == 2, result.err
     lines = [line for line in result.err.splitlines() if not line.startswith("full traceback: ")]
-    assert EXPECTED_ERRORS[layout] in one_line("\n".join(lines))
+    assert EXPECTED_ERRORS[layout] in only_error_line("\n".join(lines))
 
 
 @pytest.mark.integration
@@ -154,7 +154,7 @@ def test_training_with_shards_that_are_not_dtensors_is_refused(cli: Cli, folder:
     (folder / "tiny.py").write_text(TINY)
     result = cli(folder, "train", "tiny.py", "--processes", 2, "--layout", "mine.py:halves:tensor=2,data=1")
     assert result.status == 2
-    assert "it cannot be saved" in one_line(result.err)
+    assert "it cannot be saved" in only_error_line(result.err)
 
 
 def test_bench_with_a_custom_function(cli: Cli, folder: Path) -> None:

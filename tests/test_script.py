@@ -15,7 +15,7 @@ from everyrank.launch import RankInfo
 from everyrank.script import read_command
 from everyrank.script.command import can_preload_torch
 from everyrank.script.variables import rank_variables
-from processes import Cli, refused
+from processes import Cli, refusal_message
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -88,7 +88,7 @@ def test_launch_runs_a_torchrun_script(cli: Cli, tmp_path: Path, train: Path) ->
     log_lines = (train.parent / "logs" / "rank1.log").read_text().splitlines()
     assert log_lines[1:] == ["rank 1 of 2, ['fine', '--processes', '9', '--help']"]
     assert (train.parent / "logs" / "resources.csv").read_text().startswith("time,host")
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_launch_names_the_rank_and_line_that_failed_first(cli: Cli, tmp_path: Pa
     assert "everyrank: rank 1 of 2 on " in last_line, err
     assert cause in last_line
     assert line_of(mode) in last_line
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 def test_launch_warns_about_horovod_under_other_launchers(cli: Cli, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_launch_forwards_sigterm(cli: Cli, tmp_path: Path, train: Path) -> None:
     os.kill(running.process.pid, signal.SIGTERM)
     assert running.end()[0] == 143
     assert [(train.parent / f"saved{rank}").read_text() for rank in range(2)] == ["15", "15"]
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 def explains_hang(text: str) -> bool:
@@ -154,9 +154,9 @@ def explains_hang(text: str) -> bool:
 def test_launch_explains_a_hang(cli: Cli, tmp_path: Path) -> None:
     """`launch` explains the hang once, after --timeout. `autopsy` explains it for a process id or a log directory."""
     running = cli.start(tmp_path, "launch", "--processes", 2, "--timeout", 2, "--logs", "logs", "train.py", "hang")
-    running.wait_for(lambda: "(--timeout)" in running.said()[1])
-    assert explains_hang(running.said()[1])
-    assert f"rank 0 waits in it, at {line_of('waits')}" in running.said()[1]
+    running.wait_for(lambda: "(--timeout)" in running.output_so_far()[1])
+    assert explains_hang(running.output_so_far()[1])
+    assert f"rank 0 waits in it, at {line_of('waits')}" in running.output_so_far()[1]
     pid = json.loads((tmp_path / "logs" / "autopsy" / "rank0.state").read_text())["pid"]
     for target in (pid, "logs"):
         status, out, err = cli(tmp_path, "autopsy", target)
@@ -165,8 +165,8 @@ def test_launch_explains_a_hang(cli: Cli, tmp_path: Path) -> None:
     assert running.process.poll() is None
     os.kill(running.process.pid, signal.SIGINT)
     assert running.end()[0] == 130
-    assert running.said()[1].count("(--timeout)") == 1
-    assert running.left() == {}
+    assert running.output_so_far()[1].count("(--timeout)") == 1
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.parametrize("how", ["watch", "import"])
@@ -181,14 +181,14 @@ def test_hang_is_explained_under_torchrun(cli: Cli, train: Path, tmp_path: Path,
     command = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
     running = cli.start(tmp_path, *args, command=command, TMPDIR=str(tmp_path))
     if how == "watch":
-        running.wait_for(lambda: "(--timeout)" in running.said()[1])
+        running.wait_for(lambda: "(--timeout)" in running.output_so_far()[1])
     else:
         seen_files = running.wait_for(
             lambda: [path for path in tmp_path.rglob("rank0.seen") if "step" in path.read_text()]
         )
         os.kill(json.loads(seen_files[0].with_name("rank0.state").read_text())["pid"], signal.SIGUSR2)
-        running.wait_for(lambda: "everyrank: autopsy:" in running.said()[1])
-    assert explains_hang(running.said()[1])
+        running.wait_for(lambda: "everyrank: autopsy:" in running.output_so_far()[1])
+    assert explains_hang(running.output_so_far()[1])
     assert running.process.poll() is None
 
 
@@ -225,7 +225,7 @@ def test_launch_refuses_wrong_arguments(
     monkeypatch.chdir(train.parent)
     Path("broken.py").write_text("def:\n")
     Path("null.py").write_bytes(b"a = 1\0\n")
-    assert message in refused(capsys, "launch", *words)
+    assert message in refusal_message(capsys, "launch", *words)
 
 
 def test_dry_run_prints_the_command_or_batch_script(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from forkserver import MARK, ForkServer
-from processes import left_of
+from processes import wait_for_marked_processes
 
 FILE = """\
 import pytest
@@ -184,7 +184,7 @@ def run_user_test(python: ForkServer, tmp_path_factory: pytest.TempPathFactory) 
             environment = {**os.environ, MARK: mark}
             process = python.start(folder / "elsewhere", *args, streams=(None, out, out), environment=environment)
             status = process.wait(200)
-        return status, (folder / "out").read_text(), left_of(mark)
+        return status, (folder / "out").read_text(), wait_for_marked_processes(mark)
 
     return run
 

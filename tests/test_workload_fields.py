@@ -79,7 +79,7 @@ def evaluations(world: World) -> tuple[list[int], list[Any]]:
 
     def counted(output: torch.Tensor, target: torch.Tensor) -> Any:
         sizes.append(len(target))
-        return zoo.squared(output, target)
+        return zoo.squared_error(output, target)
 
     eval_losses: list[Any] = []
     for eval_batch in (None, 1):
@@ -300,12 +300,12 @@ def averaged_by_hand(world: World) -> float:
     prepared = prepare(workload, layout, world)
     parameters = list(prepared.model.parameters())
     averages = [parameter.detach().clone() for parameter in parameters]
-    for _ in run_updates(prepared, zoo.Passages(23), all_updates(8, 4)):
+    for _ in run_updates(prepared, zoo.SentencesWithPositions(23), all_updates(8, 4)):
         averages = [0.9 * average + 0.1 * weight.detach() for average, weight in zip(averages, parameters, strict=True)]
     with torch.no_grad():
         for parameter, average in zip(parameters, averages, strict=True):
             parameter.copy_(average)
-    total, count = evaluate(prepared, zoo.Passages(13))["loss"]
+    total, count = evaluate(prepared, zoo.SentencesWithPositions(13))["loss"]
     return total / count
 
 
@@ -342,7 +342,7 @@ import dataclasses, json
 import zoo
 
 def workload(fails=False):
-    tokens, _ = zoo.Passages(3)[1]
+    tokens, _ = zoo.SentencesWithPositions(3)[1]
 
     def on_epoch(epoch, metrics, predict):
         if fails:

@@ -1,8 +1,8 @@
-"""The built wheel under each Python and torch that it is for, as far as this machine can have them: make test-versions.
+"""Test the built wheel under each supported Python and torch. `make test-versions` runs this script.
 
-For each pair a virtual environment of its own is made under .versions/, the wheel is installed there with its extra
-html and what the tests need, and a part of the tests runs. A pair that cannot be had here (no such Python, no such
-torch for it) is no failure, and is said: the last line counts what was tested, what failed and what was not here.
+For each pair it creates a virtual environment under .versions/. It installs the wheel with the extra `html` and the
+dependencies of the tests, and runs some of the tests. A pair that this machine cannot install is reported as
+"not here", which is not a failure. The last line counts the pairs that passed, failed and were not here.
 """
 
 from __future__ import annotations
@@ -23,89 +23,102 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 class Result(NamedTuple):
-    """Of one pair: passed, failed or not here, and what is to be said of it."""
+    """The result of one pair: the outcome is "passed", "failed" or "not here", and the reason is one line."""
 
     python: str
     torch: str
     outcome: str
-    why: str
+    reason: str
 
 
 def find_python(version: str) -> str | None:
-    """The program of a Python of this version: on PATH, or one of pyenv's; None where there is none."""
-    found = shutil.which(f"python{version}")
-    found = None if found is not None and "shims" in Path(found).parts else found  # pyenv's, which may start nothing
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    others = sorted(pyenv.glob(f"{version}.*/bin/python"), key=lambda path: len(str(path)))
-    return found or (str(others[-1]) if others else None)
+    """Return the path of a Python of this version, on PATH or under pyenv. Return None if there is none."""
+    path = shutil.which(f"python{version}")
+    if path is not None and "shims" in Path(path).parts:  # a shim of pyenv may have no Python to start
+        path = None
+    pyenv_versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    pyenv_paths = sorted(pyenv_versions.glob(f"{version}.*/bin/python"), key=lambda path: len(str(path)))
+    return path or (str(pyenv_paths[-1]) if pyenv_paths else None)
 
 
 def last_line(text: str) -> str:
-    """The last line that says something."""
+    """Return the last line that is not empty, at most 200 characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:200] if lines else "no word"
 
 
 def reason_of(output: str) -> str:
-    """Why pip installed nothing: the constraint that forbids this torch, or else pip's last error."""
+    """Return why pip has failed: the constraint that excludes this torch, or the last error of pip."""
     lines = [line.strip() for line in output.splitlines()]
-    forbidden = [line for line in lines if line.startswith("The user requested (constraint)")]
-    if forbidden:
-        return f"pip on this machine is limited to {forbidden[0].split()[-1]}; PIP_CONSTRAINT=/dev/null lifts it"
+    constraints = [line for line in lines if line.startswith("The user requested (constraint)")]
+    if constraints:
+        return f"pip on this machine is limited to {constraints[0].split()[-1]}; PIP_CONSTRAINT=/dev/null lifts it"
     errors = [line for line in lines if line.startswith("ERROR") and "ResolutionImpossible" not in line]
     return last_line("\n".join(errors[-1:]) or output)
 
 
 def try_pair(version: str, torch: str, wheel: Path, folder: Path, tests: list[str], index: str) -> Result:
-    """Install the wheel for a pair, and run the tests."""
-    program = find_python(version)
-    if program is None:
+    """Install the wheel for a pair of Python and torch, and run the tests."""
+    base_python = find_python(version)
+    if base_python is None:
         return Result(version, torch, "not here", f"no python{version} on PATH or under pyenv")
-    place = folder / f"{version}-{torch}"
-    python = place / "bin" / "python"
+    venv = folder / f"{version}-{torch}"
+    python = venv / "bin" / "python"
     if not python.exists():
-        made = subprocess.run([program, "-m", "venv", place], capture_output=True, text=True)
-        if made.returncode:
-            return Result(version, torch, "not here", f"no virtual environment: {last_line(made.stderr)}")
+        creation = subprocess.run([base_python, "-m", "venv", venv], capture_output=True, text=True)
+        if creation.returncode:
+            return Result(version, torch, "not here", f"no virtual environment: {last_line(creation.stderr)}")
     options = ["--progress-bar=off", "--disable-pip-version-check", *(["--extra-index-url", index] if index else [])]
-    wanted = [f"torch=={torch}.*", f"{wheel}[html]", "pytest", "pytest-timeout", "ruff", "pillow"]
-    done = subprocess.run([python, "-m", "pip", "install", *options, *wanted], capture_output=True, text=True)
-    if done.returncode:
-        return Result(version, torch, "not here", reason_of(done.stdout + done.stderr))
-    again = ["--force-reinstall", "--no-deps", str(wheel)]  # the same version number, of an earlier try
-    subprocess.run([python, "-m", "pip", "install", *options, *again], capture_output=True, check=True)
+    packages = [f"torch=={torch}.*", f"{wheel}[html]", "pytest", "pytest-timeout", "ruff", "pillow"]
+    installation = subprocess.run([python, "-m", "pip", "install", *options, *packages], capture_output=True, text=True)
+    if installation.returncode:
+        return Result(version, torch, "not here", reason_of(installation.stdout + installation.stderr))
+    # pip would keep a wheel of an earlier call, because it has the same version number
+    reinstall_args = ["--force-reinstall", "--no-deps", str(wheel)]
+    subprocess.run([python, "-m", "pip", "install", *options, *reinstall_args], capture_output=True, check=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ran = subprocess.run(
+    test_run = subprocess.run(
         [python, "-m", "pytest", "-o", "addopts=-q --strict-markers", "-m", "not integration", *tests],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
         env=environment,
     )
-    return Result(version, torch, "passed" if ran.returncode == 0 else "failed", last_line(ran.stdout or ran.stderr))
+    outcome = "passed" if test_run.returncode == 0 else "failed"
+    return Result(version, torch, outcome, last_line(test_run.stdout or test_run.stderr))
 
 
 def main() -> int:
-    """Try all pairs; 1 where tests of one failed, 3 where none could be had."""
+    """Test all pairs. Return 1 if tests of a pair failed, 3 if no pair could be installed, and otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", nargs="+", default=PYTHONS)
     parser.add_argument("--torch", nargs="+", default=TORCHES)
     parser.add_argument("--tests", nargs="+", default=TESTS)
-    parser.add_argument("--index", default="", help="a further package index, for CPU builds of torch")
+    parser.add_argument("--index", default="", help="an additional package index, for CPU builds of torch")
     parser.add_argument("--folder", type=Path, default=REPOSITORY / ".versions")
     args = parser.parse_args()
     results: list[Result] = []
-    with tempfile.TemporaryDirectory() as wheels:
-        build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", wheels, REPOSITORY]
-        subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
-        (wheel,) = Path(wheels).glob("*.whl")
+    with tempfile.TemporaryDirectory() as wheel_folder:
+        build_command = [
+            sys.executable,
+            "-m",
+            "build",
+            "--wheel",
+            "--no-isolation",
+            "--outdir",
+            wheel_folder,
+            REPOSITORY,
+        ]
+        subprocess.run(build_command, check=True, stdout=subprocess.DEVNULL)
+        (wheel,) = Path(wheel_folder).glob("*.whl")
         for python in args.python:
             for torch in args.torch:
                 result = try_pair(python, torch, wheel, args.folder, list(args.tests), args.index)
-                print(f"Python {result.python}  torch {result.torch}  {result.outcome:8}  {result.why}", flush=True)
+                print(f"Python {result.python}  torch {result.torch}  {result.outcome:8}  {result.reason}", flush=True)
                 results.append(result)
-    counts = {word: sum(one.outcome == word for one in results) for word in ("passed", "failed", "not here")}
-    print(", ".join(f"{count} {word}" for word, count in counts.items()))
+    outcomes = [result.outcome for result in results]
+    counts = {outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "not here")}
+    print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     return 1 if counts["failed"] else 0 if counts["passed"] else 3
 
 

@@ -1,4 +1,4 @@
-"""Small workloads that between them have every trait that breaks distributed training."""
+"""Small workloads for the tests. Together they have every property that can break distributed training."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 class Sentences(Dataset[tuple[dict[str, Tensor], Tensor]]):
-    """Tokens with ragged masks: ({"tokens": (6,), "shift": ()}, next tokens (6,) of which -100 do not count)."""
+    """Sentences of 6 tokens and different lengths: ({"tokens": (6,), "shift": ()}, next tokens (6,)).
+
+    Targets of -100 do not count.
+    """
 
     deterministic = True
 
     def __init__(self, length: int) -> None:
         generator = torch.Generator().manual_seed(1)
         self.tokens = torch.randint(0, 11, (length, 7), generator=generator)
-        self.lengths = torch.randint(0, 7, (length,), generator=generator)  # some sentences count no term at all
+        self.lengths = torch.randint(0, 7, (length,), generator=generator)  # some sentences have no loss term
         self.lengths[0] = 6
 
     def __len__(self) -> int:
@@ -45,7 +48,10 @@ class Sentences(Dataset[tuple[dict[str, Tensor], Tensor]]):
 
 
 class TiedModel(nn.Module):
-    """Tied embedding and head, blocks, a key bias whose true gradient is zero; takes a dict by keyword."""
+    """A model with tied embedding and head, blocks, and a key bias whose true gradient is zero.
+
+    The inputs are passed as keywords.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,6 +68,7 @@ class TiedModel(nn.Module):
 
 
 def masked_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of the cross-entropy over the targets that count, and their number."""
     return (
         F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=-100),
         (target != -100).sum(),
@@ -69,7 +76,7 @@ def masked_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
-    """(5,) -> (2,), real numbers."""
+    """Samples with 5 real inputs and 2 real targets."""
 
     deterministic = True
 
@@ -86,11 +93,14 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
 
 
 class FrozenModel(nn.Module):
-    """A frozen layer, buffers (one of them counts forward passes), a scalar parameter, shards of uneven size."""
+    """A model with a frozen layer, buffers, a scalar parameter, and shards of uneven size.
 
-    def __init__(self, counts: bool = True) -> None:
+    One of the buffers counts the forward passes.
+    """
+
+    def __init__(self, counts_calls: bool = True) -> None:
         super().__init__()
-        self.counts = counts
+        self.counts_calls = counts_calls
         self.frozen = nn.Linear(5, 7)
         self.frozen.requires_grad_(False)
         self.layers = nn.Sequential(nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 2))
@@ -99,13 +109,13 @@ class FrozenModel(nn.Module):
         self.register_buffer("calls", torch.tensor(0))
 
     def forward(self, values: Tensor) -> Tensor:
-        if self.training and self.counts:
+        if self.training and self.counts_calls:
             self.calls += 1
         return self.layers(self.frozen(values)) * self.temperature + self.offset
 
 
 class UnusedModel(FrozenModel):
-    """A FrozenModel with a layer that takes no part in the loss."""
+    """A FrozenModel with a layer that its forward pass does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +123,7 @@ class UnusedModel(FrozenModel):
 
 
 class SparseModel(nn.Module):
-    """An embedding whose gradient is sparse, under a dense head. Plain SGD takes such gradients."""
+    """An embedding with a sparse gradient, and a dense head. Plain SGD supports sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,8 +134,8 @@ class SparseModel(nn.Module):
         return self.head(self.embedding(tokens) + shift[:, None, None])
 
 
-class Passages(Sentences):
-    """Sentences of 8 tokens with their positions: ({"tokens": (8,), "positions": (8,)}, next tokens (8,))."""
+class SentencesWithPositions(Sentences):
+    """Sentences of 8 tokens and their positions: ({"tokens": (8,), "positions": (8,)}, next tokens (8,))."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -141,17 +151,17 @@ class Passages(Sentences):
 
 
 def decoder(num_blocks: int = 4, tied: bool = True, heads: int = 4) -> Decoder:
-    """A decoder transformer of 16 features."""
+    """Return a decoder transformer with 16 features."""
     return Decoder(DecoderShape(num_blocks, heads, width=16, hidden=24, vocabulary=12, tied=tied))
 
 
-def dropping_decoder() -> Decoder:
-    """A decoder with dropout."""
+def decoder_with_dropout() -> Decoder:
+    """Return a decoder with dropout."""
     return Decoder(DecoderShape(4, 4, width=16, hidden=24, vocabulary=12, tied=True, dropout=0.1))
 
 
-class DroppingSwiGLU(nn.Module):
-    """A SwiGLU layer that drops inside, where features are split: down(dropout(silu(gate(x)) * up(x)))."""
+class DropoutSwiGLU(nn.Module):
+    """A SwiGLU layer with dropout where its features are split: down(dropout(silu(gate(x)) * up(x)))."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,8 +173,8 @@ class DroppingSwiGLU(nn.Module):
         return self.down(self.inner_dropout(F.silu(self.gate(stream)) * self.up(stream)))
 
 
-class DroppingAttention(nn.Module):
-    """Causal attention that drops weights, then drops as a function: (B, T, 16) -> (B, T, 16)."""
+class DropoutAttention(nn.Module):
+    """Causal attention with dropout of its weights and with functional dropout: (B, T, 16) -> (B, T, 16)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,14 +184,14 @@ class DroppingAttention(nn.Module):
         query, key, value = (
             layer(stream).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
-        p = 0.2 if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=p)
-        mixed = F.dropout(mixed, p, self.training)
-        return F.dropout(self.output(mixed.transpose(1, 2).flatten(-2)), 0.1, self.training)
+        dropout_p = 0.2 if self.training else 0.0
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout_p)
+        attended = F.dropout(attended, dropout_p, self.training)
+        return F.dropout(self.output(attended.transpose(1, 2).flatten(-2)), 0.1, self.training)
 
 
-class DroppingNorm(nn.RMSNorm):
-    """A norm that drops what it gives: along a split sequence, a DTensor."""
+class DropoutNorm(nn.RMSNorm):
+    """A norm with dropout of its output, which is a DTensor if the sequence is split."""
 
     def __init__(self) -> None:
         super().__init__(16, eps=1e-5)
@@ -191,16 +201,19 @@ class DroppingNorm(nn.RMSNorm):
         return self.dropout(super().forward(stream))
 
 
-def dropping_everywhere() -> Decoder:
-    """A decoder that drops the embedding, attention weights, inside layers, by modules and by functions."""
-    model = dropping_decoder()
+def decoder_with_dropout_everywhere() -> Decoder:
+    """Return a decoder with dropout of the embedding and attention weights, in layers, by modules and by functions."""
+    model = decoder_with_dropout()
     for block in model.blocks:
-        block.attention, block.feed, block.feed_norm = DroppingAttention(), DroppingSwiGLU(), DroppingNorm()
+        block.attention, block.feed, block.feed_norm = DropoutAttention(), DropoutSwiGLU(), DropoutNorm()
     return model
 
 
-class DroppingModel(nn.Module):
-    """Blocks that drop, and a head that does: (B, 5) -> (B, 2). `checkpoints`: it runs its blocks again itself."""
+class DropoutModel(nn.Module):
+    """A model with dropout in its blocks and before its head: (B, 5) -> (B, 2).
+
+    With `checkpoints`, it applies activation checkpointing to its blocks itself.
+    """
 
     def __init__(self, checkpoints: bool = False) -> None:
         super().__init__()
@@ -217,8 +230,11 @@ class DroppingModel(nn.Module):
         return self.head(self.head_dropout(values))
 
 
-def experts(count: int = 4, top_k: int = 2) -> Decoder:
-    """The same of two blocks, each a mixture of experts. Its router is sharp, so that some experts get few tokens."""
+def expert_decoder(count: int = 4, top_k: int = 2) -> Decoder:
+    """Return a decoder with two blocks, each a mixture of experts.
+
+    Its router weights are large, so that some experts get few tokens.
+    """
     model = Decoder(DecoderShape(2, 4, width=16, hidden=24, vocabulary=12, tied=True, experts=count, top_k=top_k))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -227,22 +243,24 @@ def experts(count: int = 4, top_k: int = 2) -> Decoder:
     return model
 
 
-def one_of_eight_experts() -> Decoder:
-    """Each token chooses one of eight experts: with few tokens, some are chosen by none."""
-    return experts(8, 1)
+def eight_experts_top_1() -> Decoder:
+    """Return a decoder whose tokens choose one of eight experts. With few tokens, some experts get none."""
+    return expert_decoder(8, 1)
 
 
 def three_experts() -> Decoder:
-    return experts(3)
+    """Return a decoder with three experts in each block."""
+    return expert_decoder(3)
 
 
 def one_expert() -> Decoder:
-    return experts(1, 1)
+    """Return a decoder with one expert in each block."""
+    return expert_decoder(1, 1)
 
 
-def one_expert_for_all() -> Decoder:
-    """Every token chooses the first of four experts: of two ranks the second gets none."""
-    model = experts(4, 1)
+def all_tokens_to_one_expert() -> Decoder:
+    """Return a decoder whose tokens all choose the first of four experts. The second of two ranks gets no tokens."""
+    model = expert_decoder(4, 1)
     for block in model.blocks:
         router = nn.Linear(16, 4)
         with torch.no_grad():
@@ -251,17 +269,18 @@ def one_expert_for_all() -> Decoder:
     return model
 
 
-def guessed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """A metric: how many next tokens are guessed right."""
+def next_token_accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of correctly predicted next tokens, and the number of targets. This is a metric."""
     return ((output.argmax(-1) == target) & (target != -100)).sum(), (target != -100).sum()
 
 
-def squared(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+def squared_error(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Return the sum of the squared errors, and the number of samples."""
     return (output - target).square().sum(), len(target)
 
 
 class NormModel(nn.Module):
-    """Batch norm in blocks, one of them without running statistics of its own momentum."""
+    """A model with batch norm in its blocks. The second batch norm averages all batches equally (momentum=None)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,8 +298,8 @@ class NormModel(nn.Module):
         return self.head(values)
 
 
-class Augmented(Points):
-    """Points with noise drawn from all three global generators."""
+class AugmentedPoints(Points):
+    """Points with noise from the three global generators of torch, random and numpy."""
 
     deterministic = False
 
@@ -294,8 +313,8 @@ class Augmented(Points):
         return value + noise, target
 
 
-class Views(Points):
-    """Two views of a point, (2, 5); the target is not looked at."""
+class PointViews(Points):
+    """Two views of each point, (2, 5). The target is not used."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         value, target = super().__getitem__(index)
@@ -303,7 +322,7 @@ class Views(Points):
 
 
 class ViewModel(nn.Module):
-    """(B, 2, 5) -> (B, 2, 4); its blocks can be sharded, split and cut into stages."""
+    """A model of two views: (B, 2, 5) -> (B, 2, 4). Its blocks can be sharded, split, or divided into stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,36 +338,43 @@ class ViewModel(nn.Module):
         return torch.stack([values[0::2], values[1::2]], dim=1)
 
 
-def contrast(own: Tensor, everyone: Tensor, first: int) -> tuple[Tensor, int]:
-    """NT-Xent: each view (b, 2, d) is to find the other one of its sample among all views (B, 2, d) of the batch."""
-    index = first + torch.arange(len(own))
-    total = own.new_zeros(())
+def nt_xent_loss(local_views: Tensor, all_views: Tensor, first_row: int) -> tuple[Tensor, int]:
+    """Return the sum of the NT-Xent losses of the local views, and their number.
+
+    Each local view (b, 2, d) is classified: which of all views (B, 2, d) is the other view of its sample?
+    `first_row` is the row of the first local sample in the batch.
+    """
+    rows = first_row + torch.arange(len(local_views))
+    total = local_views.new_zeros(())
     for view in (0, 1):
-        logits = own[:, view] @ torch.cat([everyone[:, 1 - view], everyone[:, view]]).T / 0.5
-        logits = logits.scatter(1, (len(everyone) + index)[:, None], float("-inf"))  # not itself
-        total = total + F.cross_entropy(logits, index, reduction="sum")
-    return total, 2 * len(own)
+        logits = local_views[:, view] @ torch.cat([all_views[:, 1 - view], all_views[:, view]]).T / 0.5
+        logits = logits.scatter(1, (len(all_views) + rows)[:, None], float("-inf"))  # excludes the view itself
+        total = total + F.cross_entropy(logits, rows, reduction="sum")
+    return total, 2 * len(local_views)
 
 
-def contrastive(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """A loss over the whole batch."""
-    own = F.normalize(output, dim=-1)
-    return contrast(own, everyrank.gather(own), everyrank.first_row())
+def contrastive_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Return a contrastive loss over the whole batch."""
+    local_views = F.normalize(output, dim=-1)
+    return nt_xent_loss(local_views, everyrank.gather(local_views), everyrank.first_row())
 
 
-def contrastive_in_parts(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """What people write: each rank contrasts what it has."""
-    own = F.normalize(output, dim=-1)
-    return contrast(own, own, 0)
+def local_contrastive_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Return a contrastive loss over the local samples only, which is a common mistake."""
+    local_views = F.normalize(output, dim=-1)
+    return nt_xent_loss(local_views, local_views, 0)
 
 
-def half_top(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """A metric: how many outputs are on the right side."""
+def sign_accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Return the number of outputs with the sign of their target, and the number of targets. This is a metric."""
     return ((output > 0) == (target > 0)).sum(), target.numel()
 
 
 def workload(name: str, optimizer: str = "sgd", **changes: Any) -> Workload:
-    """One of the zoo. 23 samples in batches of 7: ragged, and the last batch of 2 is fewer than 3 or 4 ranks."""
+    """Return a workload by its name.
+
+    It has 23 samples in batches of 7. The last batch has 2 samples, fewer than 3 or 4 ranks.
+    """
     common: dict[str, Any] = {
         "name": name,
         "optimizer": OPTIMIZERS[optimizer],
@@ -356,10 +382,10 @@ def workload(name: str, optimizer: str = "sgd", **changes: Any) -> Workload:
         "epochs": 2,
         "eval_data": lambda: Points(13),
         "train_data": lambda: Points(23),
-        "loss": squared,
-        "metrics": {"side": half_top},
+        "loss": squared_error,
+        "metrics": {"side": sign_accuracy},
     }
-    own: dict[str, dict[str, Any]] = {
+    settings_by_name: dict[str, dict[str, Any]] = {
         "tied": {
             "model": TiedModel,
             "train_data": lambda: Sentences(23),
@@ -371,23 +397,23 @@ def workload(name: str, optimizer: str = "sgd", **changes: Any) -> Workload:
         },
         "decoder": {
             "model": decoder,
-            "train_data": lambda: Passages(23),
-            "eval_data": lambda: Passages(13),
+            "train_data": lambda: SentencesWithPositions(23),
+            "eval_data": lambda: SentencesWithPositions(13),
             "loss": masked_loss,
-            "metrics": {"guessed": guessed},
+            "metrics": {"guessed": next_token_accuracy},
             "blocks": "blocks",
             "tensor_plan": DECODER_PLAN,
             "sequence_dim": 1,
             "clip_norm": 0.5,
         },
         "experts": {
-            "model": experts,
-            "train_data": lambda: Passages(23),
-            "eval_data": lambda: Passages(13),
+            "model": expert_decoder,
+            "train_data": lambda: SentencesWithPositions(23),
+            "eval_data": lambda: SentencesWithPositions(13),
             "loss": masked_loss,
-            "metrics": {"guessed": guessed},
+            "metrics": {"guessed": next_token_accuracy},
             "blocks": "blocks",
-            "tensor_plan": {key: word for key, word in DECODER_PLAN.items() if ".feed" not in key},
+            "tensor_plan": {key: style for key, style in DECODER_PLAN.items() if ".feed" not in key},
             "experts": DECODER_EXPERTS,
             "sequence_dim": 1,
             "clip_norm": 0.5,
@@ -405,36 +431,42 @@ def workload(name: str, optimizer: str = "sgd", **changes: Any) -> Workload:
         "norm": {"model": NormModel, "blocks": "blocks"},
         "contrastive": {
             "model": ViewModel,
-            "train_data": lambda: Views(23),
-            "eval_data": lambda: Views(13),
-            "loss": contrastive,
-            "metrics": {"again": contrastive},
+            "train_data": lambda: PointViews(23),
+            "eval_data": lambda: PointViews(13),
+            "loss": contrastive_loss,
+            "metrics": {"again": contrastive_loss},
             "blocks": "blocks",
             "tensor_plan": {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"},
         },
-        "augmented": {"model": FrozenModel, "train_data": lambda: Augmented(23)},
+        "augmented": {"model": FrozenModel, "train_data": lambda: AugmentedPoints(23)},
     }
-    return Workload(**{**common, **own[name], **changes})
+    return Workload(**{**common, **settings_by_name[name], **changes})
 
 
-_subjects: dict[str, ParityCase] = {}  # of this process
+_cached_cases: dict[str, ParityCase] = {}  # the cache of this process
 
 
-def case(world: World, name: str, optimizer: str = "sgd", steps: int = 20, **changes: Any) -> ParityCase:
-    """One of the zoo to be checked. Its runs of `single` are kept for the next check of the same in these ranks."""
-    named = {key: getattr(value, "__qualname__", value) for key, value in changes.items()}
-    key = repr((name, optimizer, steps, sorted(named.items())))
-    # a function of the test's own may be another one at every call
-    is_kept = not any(word in key for word in ("<lambda>", "<locals>", " at 0x"))
-    if is_kept and key in _subjects:
-        return _subjects[key]
-    chosen = workload(name, optimizer, **changes)
-    made = parity_case(chosen, *open_data(chosen, world), steps=steps)
-    if is_kept:
-        _subjects[key] = made
-    return made
+def cached_parity_case(world: World, name: str, optimizer: str = "sgd", steps: int = 20, **changes: Any) -> ParityCase:
+    """Return the parity case of a workload.
+
+    The case keeps its runs of `single`. The next call with the same arguments in these ranks returns the same case.
+    """
+    change_names = {
+        key: f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else value
+        for key, value in changes.items()
+    }
+    key = repr((name, optimizer, steps, sorted(change_names.items())))
+    # a function that a test defines locally may be a different one at every call
+    is_cacheable = not any(text in key for text in ("<lambda>", "<locals>", " at 0x"))
+    if is_cacheable and key in _cached_cases:
+        return _cached_cases[key]
+    case_workload = workload(name, optimizer, **changes)
+    case = parity_case(case_workload, *open_data(case_workload, world), steps=steps)
+    if is_cacheable:
+        _cached_cases[key] = case
+    return case
 
 
-def uncounted_model() -> nn.Module:
-    """Without the buffer that counts forward passes: with micro-batches there are more of them."""
-    return FrozenModel(counts=False)
+def model_without_counter() -> nn.Module:
+    """Return a FrozenModel that does not count its forward passes, because micro-batches need more of them."""
+    return FrozenModel(counts_calls=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from auditing import SCRIPTS, lines_with
+from auditing import SCRIPTS, line_numbers_with
 from processes import Cli
 
 MISTAKE = ("        sampler.set_epoch(epoch)\n", "")
@@ -32,7 +32,7 @@ def test_finding_is_printed_with_its_line(cli: Cli, tmp_path: Path) -> None:
         tmp_path, "audit", "--replay", "--json", "found.json", "--html", "found.html", "train.py", is_forked=False
     )
     assert result.status == 1, result.err
-    line_number = list(lines_with(text, "labels in loader:"))[-1]
+    line_number = list(line_numbers_with(text, "labels in loader:"))[-1]
     assert f"FAIL  train.py:{line_number}  data.epoch" in result.out
     assert "loader.sampler.set_epoch(epoch)" in result.out
     report = json.loads((tmp_path / "found.json").read_text())
@@ -116,7 +116,7 @@ def test_script_that_hangs_before_training_times_out(cli: Cli, tmp_path: Path, i
     assert "train.py: no progress for 2 s" in last_line(err)
     assert message in last_line(err)
     assert time.monotonic() < start_time + 60
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.integration
@@ -130,10 +130,10 @@ def test_collective_on_one_rank_is_reported(cli: Cli, tmp_path: Path) -> None:
     running = cli.start(tmp_path, "audit", "--timeout", 6, "train.py")
     status, out, err = running.end()
     assert status == 1, err
-    [barrier] = list(lines_with(text, "dist.barrier() if rank"))
+    [barrier] = list(line_numbers_with(text, "dist.barrier() if rank"))
     assert "collective.order" in out
     assert f"train.py:{barrier}" in out
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 def test_ctrl_c_leaves_no_process(cli: Cli, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_ctrl_c_leaves_no_process(cli: Cli, tmp_path: Path) -> None:
     status, _, err = running.end()
     assert status == 130
     assert last_line(err) == "everyrank: interrupted; all ranks are ended"
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.integration
@@ -154,7 +154,7 @@ def test_killed_audit_leaves_no_process(cli: Cli, tmp_path: Path) -> None:
     running.wait_for(lambda: len(running.processes()) >= 3)
     running.process.kill()
     running.end()
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.integration

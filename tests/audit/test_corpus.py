@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from auditing import audit_forked
+from auditing import audit_forked_script
 from everyrank.audit import Audit
 from forkserver import ForkServer
 
@@ -56,12 +56,14 @@ def test_bug_is_found_and_its_correction_has_no_findings(
     script = corpus.FOLDER / f"{name}.py"
     (tmp_path / "wrong").mkdir()
     (tmp_path / "right").mkdir()
-    findings_by_rule = {finding.rule: finding for finding in audit_forked(python, tmp_path / "wrong", script).findings}
+    findings_by_rule = {
+        finding.rule: finding for finding in audit_forked_script(python, tmp_path / "wrong", script).findings
+    }
     expected_finding = findings_by_rule.get(corpus.field(script.read_text(), "Expected"))
     assert expected_finding is not None, findings_by_rule
     assert expected_finding.level in ("FAIL", "WARN")
     assert expected_finding.place.rpartition(":")[0] == str(script)
-    corrected = audit_forked(python, tmp_path / "right", script, "--right")
+    corrected = audit_forked_script(python, tmp_path / "right", script, "--right")
     assert [finding for finding in corrected.findings if finding.level in ("FAIL", "WARN")] == []
     assert corrected.updates >= 3
 
@@ -106,7 +108,7 @@ def audit_changed(python: ForkServer, folder: Path, script: Path, changes: dict[
         assert text.count(before) == 1, before
         text = text.replace(before, after)
     (folder / "train.py").write_text(text)
-    return audit_forked(python, folder, folder / "train.py")
+    return audit_forked_script(python, folder, folder / "train.py")
 
 
 ALL_GATHER = "    dist.all_gather(gathered, features)"
@@ -161,14 +163,16 @@ def test_non_contiguous_gradient_of_a_gather_is_found(python: ForkServer, tmp_pa
 
 
 def test_gather_with_a_custom_backward_has_no_findings(python: ForkServer, tmp_path: Path) -> None:
-    audit = audit_forked(python, tmp_path, ROOT / "benchmarks" / "silent_bugs" / "blind_set_2" / "simclr_toy.py")
+    audit = audit_forked_script(python, tmp_path, ROOT / "benchmarks" / "silent_bugs" / "blind_set_2" / "simclr_toy.py")
     assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []
     assert not any("gradient of the features gathered" in line for line in audit.unchecked)
 
 
 def test_nodes_of_a_shared_graph_have_no_findings(python: ForkServer, tmp_path: Path) -> None:
     """All ranks feed the whole graph to the model, and each computes the loss of its own nodes."""
-    audit = audit_forked(python, tmp_path, ROOT / "benchmarks" / "silent_bugs" / "blind_set_2" / "graph_nodes.py")
+    audit = audit_forked_script(
+        python, tmp_path, ROOT / "benchmarks" / "silent_bugs" / "blind_set_2" / "graph_nodes.py"
+    )
     assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []
     assert audit.updates >= 3
 

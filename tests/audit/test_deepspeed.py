@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from auditing import record_forked
+from auditing import record_forked_script
 from forkserver import ForkServer
 
 ENGINE = """
@@ -99,6 +99,6 @@ def test_audit_reads_gradients_with_safe_get_full_grad(
     (package / "runtime" / "engine.py").write_text(ENGINE)
     (package / "utils.py").write_text("def safe_get_full_grad(parameter):\n    return parameter.full_grad\n")
     (tmp_path / "train.py").write_text(SCRIPT.replace(before, after) if before else SCRIPT)
-    audit = record_forked(python, tmp_path, tmp_path / "train.py").judge()
+    audit = record_forked_script(python, tmp_path, tmp_path / "train.py").judge()
     assert [finding.rule for finding in audit.findings] == rules, audit.findings
     assert not any("DeepSpeed" in text for text in audit.unchecked)

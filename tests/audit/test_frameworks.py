@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from auditing import SCRIPTS, audit_forked, lines_with
+from auditing import SCRIPTS, audit_forked_script, line_numbers_with
 from everyrank.audit.examine import Audit
 from everyrank.audit.start import rank_environments
 from forkserver import ForkServer
@@ -64,7 +64,7 @@ def text_with(name: str, *replacements: tuple[str, str]) -> str:
 def audit_text(python: ForkServer, folder: Path, text: str, **settings: Any) -> Audit:
     """Audit a script with this text."""
     (folder / "train.py").write_text(text)
-    return audit_forked(python, folder, folder / "train.py", **settings)
+    return audit_forked_script(python, folder, folder / "train.py", **settings)
 
 
 def failed_rules(audit: Audit) -> list[str]:
@@ -210,6 +210,6 @@ def test_equal_augmentation_on_all_ranks_is_found_in_a_later_epoch(python: ForkS
     text = text_with("stream", seeds, ("    if rank == 0:\n", EVALUATE_WITHOUT_NOISE[1:] + "    if rank == 0:\n"))
     audit = audit_text(python, tmp_path, text, epochs=0, batches=0, updates=200)
     assert "random.augment" in failed_rules(audit)
-    [line] = lines_with(text, "loader = DataLoader(")
+    [line] = line_numbers_with(text, "loader = DataLoader(")
     [augment_finding] = [finding for finding in audit.findings if finding.rule == "random.augment"]
     assert augment_finding.place.endswith(f":{line}")

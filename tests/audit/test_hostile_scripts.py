@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
-from auditing import SCRIPTS, lines_with
+from auditing import SCRIPTS, line_numbers_with
 from everyrank.audit.external_launch import external_rank, shared_folder
 from everyrank.errors import EveryrankError
-from processes import Cli, Running, free_port, left_of
+from processes import Cli, RunningCommand, free_port, wait_for_marked_processes
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in Linux's /proc")
 
 LEFT_SECONDS = 8.0  # time for remaining processes to end
 
 
-def remaining_processes(running: Running) -> dict[int, str]:
+def remaining_processes(running: RunningCommand) -> dict[int, str]:
     """Return the processes of a command that have not ended in time."""
-    return left_of(running.mark, LEFT_SECONDS)
+    return wait_for_marked_processes(running.mark, LEFT_SECONDS)
 
 
 def last_line(stderr: str) -> str:
@@ -87,14 +87,14 @@ SCRIPT_KINDS = {
 QUICK = ("waits", "a child in another session")
 
 
-def start_audit(cli: Cli, folder: Path, text: str, *args: object) -> Running:
+def start_audit(cli: Cli, folder: Path, text: str, *args: object) -> RunningCommand:
     """Start an audit of one process, and wait until its script has created a file."""
     reached = folder / "reached"
     (folder / "train.py").write_text(text.format(reached=str(reached)))
     running = cli.start(folder, "audit", *args, "train.py", is_forked=False)
     deadline = time.monotonic() + 60
     while not reached.exists():
-        assert time.monotonic() < deadline, running.said()
+        assert time.monotonic() < deadline, running.output_so_far()
         time.sleep(0.02)
     return running
 
@@ -193,17 +193,19 @@ COMMAND_PREFIXES = {
 
 
 @contextlib.contextmanager
-def ranks_started_by_hand(cli: Cli, folder: Path, before: tuple[str, ...], size: int = 2) -> Iterator[list[Running]]:
+def ranks_started_by_hand(
+    cli: Cli, folder: Path, before: tuple[str, ...], size: int = 2
+) -> Iterator[list[RunningCommand]]:
     """Start the command of docs/audit.md once for each rank."""
     temporary = folder / "temporary"
     temporary.mkdir(exist_ok=True)
     port = free_port()
-    ranks: list[Running] = []
+    ranks: list[RunningCommand] = []
     for rank in range(size):
         variables = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         more_variables = {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         ranks.append(
-            cli.start(folder, "audit", "train.py", before=before, is_forked=False, **variables, **more_variables)
+            cli.start(folder, "audit", "train.py", wrapper=before, is_forked=False, **variables, **more_variables)
         )
     yield ranks
     cli.close(*ranks)
@@ -223,7 +225,7 @@ def test_ranks_started_in_two_terminals_are_audited_together(kind: str, cli: Cli
             assert "updates on 2 ranks" in out
             assert status_1 == 0, err_1
             assert "data.epoch" not in out_1
-            assert [left_of(rank.mark, LEFT_SECONDS) for rank in ranks] == [{}, {}]
+            assert [wait_for_marked_processes(rank.mark, LEFT_SECONDS) for rank in ranks] == [{}, {}]
     remaining_folders = [
         path.name for path in (tmp_path / "temporary").iterdir() if path.name.startswith("everyrank-audit")
     ]
@@ -259,7 +261,7 @@ def test_error_of_the_crashed_rank_is_printed(size: int, crashed_rank: int, cli:
     (tmp_path / "train.py").write_text(text)
     result = cli(tmp_path, "audit", "--processes", size, "train.py")
     assert result.status == 4, result.err
-    [line] = list(lines_with(text, "raise ValueError"))
+    [line] = list(line_numbers_with(text, "raise ValueError"))
     error_line = last_line(result.err)
     expected_error = rf"rank {crashed_rank}: train\.py:{line} in <module>: (\[rank{crashed_rank}\]: ?)?ValueError: boom"
     assert re.search(expected_error, error_line), error_line

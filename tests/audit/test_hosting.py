@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from auditing import lines_with
+from auditing import line_numbers_with
 from processes import Cli
 
 TRAIN = """
@@ -111,7 +111,7 @@ def test_crash_shows_traceback_and_earlier_findings(cli: Cli, tmp_path: Path) ->
     result = cli(tmp_path, "audit", "train.py")
     assert result.status == 4
     assert "gradient.carried" in result.out
-    [line] = list(lines_with(text, "boom"))
+    [line] = list(line_numbers_with(text, "boom"))
     assert f'train.py", line {line}, in <module>' in result.err
     assert result.err.splitlines()[-1].endswith(f"rank 0: train.py:{line} in <module>: ValueError: boom")
     log = re.search(r"full traceback: (\S+)", result.err)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import everyrank.audit.rules as judge_rules
-from auditing import SCRIPTS, Recorded, lines_with, record_forked
+from auditing import SCRIPTS, RecordedScript, line_numbers_with, record_forked_script
 from everyrank.audit import Audit, Finding
 from everyrank.audit.finding import Findings
 from forkserver import ForkServer
@@ -330,16 +330,16 @@ RULES = Path(judge_rules.__file__).parent
 @pytest.fixture(scope="session")
 def get_record(python: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function that returns text and record of a changed script. Each script runs only once."""
-    record_by_change: dict[tuple[Any, ...], tuple[str, Recorded]] = {}
+    record_by_change: dict[tuple[Any, ...], tuple[str, RecordedScript]] = {}
 
-    def call(name: str, before: Any = "", after: Any = "", rule: str = "") -> tuple[str, Recorded]:
+    def call(name: str, before: Any = "", after: Any = "", rule: str = "") -> tuple[str, RecordedScript]:
         settings = SETTINGS.get(rule.partition(" ")[0], {})
         key = (name, before, after, *settings)
         if key not in record_by_change:
             folder = tmp_path_factory.mktemp(name)
             text = text_with(name, before, after)
             (folder / "train.py").write_text(text)
-            record_by_change[key] = text, record_forked(python, folder, folder / "train.py", **settings)
+            record_by_change[key] = text, record_forked_script(python, folder, folder / "train.py", **settings)
             if rule.partition(" ")[0] in STEP_TIMES:
                 record_by_change[key][1].write_times(*STEP_TIMES[rule.partition(" ")[0]])
         return record_by_change[key]
@@ -363,7 +363,7 @@ def test_correct_script_has_no_findings(get_record: Any, name: str) -> None:
     audit = record.judge()
     assert audit.findings == ()
     assert audit.updates >= 8
-    assert not (Path(record.words[0]).parent / "last.pt").exists(), "the checkpoint of the script was not redirected"
+    assert not (Path(record.args[0]).parent / "last.pt").exists(), "the checkpoint of the script was not redirected"
 
 
 def failures_and_warnings(audit: Audit) -> list[Finding]:
@@ -501,7 +501,7 @@ def find_finding(audit: Audit, expected: str, text: str, line: str) -> Finding:
     matching_findings = [finding for finding in audit.findings if finding.rule == rule and words in finding.text]
     assert matching_findings, [(finding.level, finding.rule, finding.text) for finding in audit.findings]
     line_numbers = {int(location.rpartition(":")[2]) for location in matching_findings[0].lines}
-    assert line_numbers.intersection(lines_with(text, line)), (matching_findings, line)
+    assert line_numbers.intersection(line_numbers_with(text, line)), (matching_findings, line)
     return matching_findings[0]
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from auditing import audit_forked
+from auditing import audit_forked_script
 from forkserver import ForkServer
-from recipes.test_recipes import ALL, OPERATIONS, beside
-from recipes.test_rpc import RPC
+from recipes.test_recipes import ALL_RECIPES, OPERATION_RECIPES, write_recipe
+from recipes.test_rpc import RPC_RECIPES
 
 SPLIT = "gradients: layers are split over ranks"
 # (ranks, start of a line about what the audit did not check)
@@ -63,7 +63,9 @@ BY_COMMAND = {
 
 
 def test_all_recipes_are_audited() -> None:
-    assert {*RECIPES, *MORE_RECIPES, *BY_COMMAND, *OPERATIONS, *RPC} == set(ALL)  # OPERATIONS train nothing
+    assert {*RECIPES, *MORE_RECIPES, *BY_COMMAND, *OPERATION_RECIPES, *RPC_RECIPES} == set(
+        ALL_RECIPES
+    )  # OPERATION_RECIPES train nothing
 
 
 @pytest.mark.parametrize(
@@ -71,10 +73,10 @@ def test_all_recipes_are_audited() -> None:
 )
 def test_recipe_has_no_findings(python: ForkServer, tmp_path: Path, name: str) -> None:
     processes, not_checked = {**RECIPES, **MORE_RECIPES}[name]
-    beside(tmp_path, name)
+    write_recipe(tmp_path, name)
     # These recipes count the updates of an epoch. A shortened epoch would end before the first checkpoint.
     settings = {"batches": 0} if name in ("elastic_torchrun", "checkpoint_resume") else {}
-    audit = audit_forked(python, tmp_path, tmp_path / f"{name}.py", processes=processes, **settings)
+    audit = audit_forked_script(python, tmp_path, tmp_path / f"{name}.py", processes=processes, **settings)
     assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []
     assert audit.world_size == processes
     assert audit.updates >= 4 or name in SERVER_RECIPES
@@ -85,13 +87,13 @@ def test_recipe_has_no_findings(python: ForkServer, tmp_path: Path, name: str) -
 
 def test_broadcast_instead_of_parameter_averaging_is_found(python: ForkServer, tmp_path: Path) -> None:
     """After each step the parameters are equal on all ranks, but the updates of other ranks are lost."""
-    beside(tmp_path, "local_sgd")
+    write_recipe(tmp_path, "local_sgd")
     script = tmp_path / "local_sgd.py"
     text = script.read_text()
     assert text.count("dist.all_reduce(flat)") == 1
     text = text.replace("default=4", "default=1")  # parameter averaging
     script.write_text(text.replace("dist.all_reduce(flat)", "dist.broadcast(flat, 0)"))
-    audit = audit_forked(python, tmp_path, script, processes=2)
+    audit = audit_forked_script(python, tmp_path, script, processes=2)
     assert ("FAIL", "gradient.local") in [(finding.level, finding.rule) for finding in audit.findings]
 
 
@@ -114,6 +116,6 @@ for update in range(6):
 def test_sparse_gradients_are_checked(python: ForkServer, tmp_path: Path) -> None:
     """A batch of one number has the stride of a longer row."""
     (tmp_path / "bags.py").write_text(SPARSE_SCRIPT)
-    audit = audit_forked(python, tmp_path, tmp_path / "bags.py", processes=1)
+    audit = audit_forked_script(python, tmp_path, tmp_path / "bags.py", processes=1)
     assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []
     assert audit.updates == 6

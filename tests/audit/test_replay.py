@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from auditing import SCRIPTS, audit_forked, lines_with
+from auditing import SCRIPTS, audit_forked_script, line_numbers_with
 from everyrank.audit import Audit, examine
 from everyrank.audit.events import LossTerm
 from everyrank.audit.replay.run import term_weights
@@ -33,7 +33,7 @@ def audit_with_replay(
         text = text.replace(before, after)
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(text)
-    return audit_forked(server, folder, folder / "train.py", processes=processes, replay=updates)
+    return audit_forked_script(server, folder, folder / "train.py", processes=processes, replay=updates)
 
 
 def unchecked_replay_lines(audit: Audit) -> list[str]:
@@ -82,7 +82,7 @@ def test_replay_equals_the_training_and_measures_batch_norm(python: ForkServer, 
     assert f"by {relative_change:.1%} of its norm" in text
     [note] = [finding for finding in audit.findings if finding.rule == "replay.batchnorm"]
     assert note.level == "NOTE"
-    assert int(note.place.rpartition(":")[2]) in lines_with(NORMS.read_text(), "F.cross_entropy(model(inputs)")
+    assert int(note.place.rpartition(":")[2]) in line_numbers_with(NORMS.read_text(), "F.cross_entropy(model(inputs)")
     assert unchecked_replay_lines(audit) == []
     without = audit_with_replay(python, tmp_path / "without", updates=0)
     assert (without.replayed, batch_norm_texts(without)) == ((), [])
@@ -283,7 +283,7 @@ def test_replay_of_accumulation_in_one_process(python: ForkServer, tmp_path: Pat
 
 def test_sharded_parameters_are_not_replayed(python: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text((SCRIPTS / "sharded.py").read_text())
-    audit = audit_forked(python, tmp_path, tmp_path / "train.py", replay=2)
+    audit = audit_forked_script(python, tmp_path, tmp_path / "train.py", replay=2)
     assert audit.replayed == ()
     [line] = unchecked_replay_lines(audit)
     assert "replay: the parameters are sharded" in line
@@ -300,7 +300,9 @@ def test_replay_finds_a_wrong_scale_without_the_gradient_rule(
     [finding] = [finding for finding in audit.findings if finding.rule == "replay.differs"]
     assert finding.level == "WARN"
     assert finding.text.endswith("the gradient is 2x too large")
-    assert int(finding.place.rpartition(":")[2]) in lines_with((tmp_path / "train.py").read_text(), "optimizer.step()")
+    assert int(finding.place.rpartition(":")[2]) in line_numbers_with(
+        (tmp_path / "train.py").read_text(), "optimizer.step()"
+    )
 
 
 def recorded_backward(*losses: tuple[float, float, str]) -> RecordedBackward:

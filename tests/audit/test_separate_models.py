@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from auditing import audit_forked
+from auditing import audit_forked_script
 from forkserver import ForkServer
 
 SCRIPT = """
@@ -40,6 +40,6 @@ def test_ensemble_is_a_warning(python: ForkServer, tmp_path: Path, added_line: s
     """A script that all-reduces the loss for its output trains one model, so the missing average is a failure."""
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.replace("# in the loop", added_line))
-    audit = audit_forked(python, tmp_path, path)
+    audit = audit_forked_script(python, tmp_path, path)
     levels = {finding.rule: finding.level for finding in audit.findings}
     assert levels["gradient.local"] == levels["replicas.drift"] == level

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from auditing import audit_forked
+from auditing import audit_forked_script
 from forkserver import ForkServer
 
 SCRIPT = """
@@ -84,7 +84,9 @@ def test_mistake_with_split_layers_is_found_with_its_line(python: ForkServer, tm
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace(original, replacement))
     (tmp_path / "run").mkdir()
-    findings_by_rule = {finding.rule: finding for finding in audit_forked(python, tmp_path / "run", script).findings}
+    findings_by_rule = {
+        finding.rule: finding for finding in audit_forked_script(python, tmp_path / "run", script).findings
+    }
     assert rule in findings_by_rule, findings_by_rule
     assert text in findings_by_rule[rule].text
     number = next(
@@ -98,5 +100,5 @@ def test_correct_split_layers_have_no_findings(python: ForkServer, tmp_path: Pat
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     (tmp_path / "run").mkdir()
-    audit = audit_forked(python, tmp_path / "run", script)
+    audit = audit_forked_script(python, tmp_path / "run", script)
     assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []

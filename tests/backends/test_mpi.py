@@ -19,7 +19,7 @@ from everyrank.backends.mpi.calls import Calls
 from everyrank.backends.mpi.library import gather_mpi_ranks
 from everyrank.backends.mpi.wait_table import WaitTable
 from everyrank.errors import CannotRunError, RankFailedError
-from processes import Cli, one_line
+from processes import Cli, only_error_line
 
 
 class FakeMpi(ModuleType):
@@ -88,7 +88,7 @@ def test_train_with_backend_mpi_under_spawn_exits_with_status_3(cli: Cli, tmp_pa
     args = ["train", "digits", "--layout", "ddp", "--processes", "2", "--steps", "1", "--save-every", "0"]
     result = cli(tmp_path, *args, "--backend", "mpi", "--launcher", "spawn")
     assert result.status == 3
-    assert re.match(r"everyrank: --backend mpi: (mpi4py is not|this process was not)", one_line(result.err))
+    assert re.match(r"everyrank: --backend mpi: (mpi4py is not|this process was not)", only_error_line(result.err))
 
 
 def test_backend_mpi_selects_mpirun_as_launcher(cli: Cli, tmp_path: Path) -> None:

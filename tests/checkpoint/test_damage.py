@@ -28,7 +28,7 @@ from everyrank.cli import main
 from everyrank.errors import UsageError
 from everyrank.runs import checkpoint_named, find_checkpoint, newest_whole
 from everyrank.world import World
-from processes import Cli, one_line, refused
+from processes import Cli, only_error_line, refusal_message
 
 # --- damaged checkpoints and foreign files
 
@@ -117,7 +117,7 @@ def test_resume_refuses_a_damaged_checkpoint_and_suggests_the_last_intact_one(
     """The result is the same whether the argument is the run or the checkpoint: status 2 and one line."""
     corrupt(step_folder(run_folder, 6))
     for argument in ((), (step_folder(run_folder, 6),)):
-        line = refused(capsys, *DIGITS_ARGS, "--out", run_folder, "--resume", *argument)
+        line = refusal_message(capsys, *DIGITS_ARGS, "--out", run_folder, "--resume", *argument)
         assert str(step_folder(run_folder, 6)) in line
         assert f"--resume {step_folder(run_folder, 4)}" in line
 
@@ -144,7 +144,7 @@ def test_resume_suggests_nothing_if_all_checkpoints_are_damaged(
     for step_number in (2, 4, 6):
         corrupt(step_folder(run_folder, step_number))
     for argument in ((), (step_folder(run_folder, 6),), (run_folder,)):
-        line = refused(capsys, *DIGITS_ARGS, "--out", run_folder, "--resume", *argument)
+        line = refusal_message(capsys, *DIGITS_ARGS, "--out", run_folder, "--resume", *argument)
         assert "--resume" not in line
         assert str(run_folder) in line
 
@@ -157,7 +157,7 @@ def test_resume_from_the_current_folder_does_not_start_from_scratch(
 ) -> None:
     """`--resume .` names a folder. Only `--resume` without a value may start from scratch."""
     monkeypatch.chdir(tmp_path)
-    line = refused(capsys, *DIGITS_ARGS, "--out", tmp_path / "run", "--resume", path)
+    line = refusal_message(capsys, *DIGITS_ARGS, "--out", tmp_path / "run", "--resume", path)
     assert message in line
     assert not (tmp_path / "run").exists()
 
@@ -166,7 +166,7 @@ def test_suggested_checkpoint_has_correct_checksums(run_folder: Path, capsys: py
     """A checkpoint with a flipped bit is not suggested, although its size is correct."""
     cut_tensors(step_folder(run_folder, 6))
     flip_bit(step_folder(run_folder, 4) / "__0_0.distcp")
-    line = refused(capsys, *DIGITS_ARGS, "--out", run_folder, "--resume")
+    line = refusal_message(capsys, *DIGITS_ARGS, "--out", run_folder, "--resume")
     assert f"--resume {step_folder(run_folder, 2)}" in line
 
 
@@ -195,16 +195,16 @@ def paths_without_a_run(folder: Path) -> dict[str, Path]:
 def test_commands_refuse_a_path_that_is_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each command exits with status 2, prints one line with the path and writes nothing."""
     for name, path in paths_without_a_run(tmp_path).items():
-        line = refused(capsys, *DIGITS_ARGS, "--out", tmp_path / "out", "--resume", path)
+        line = refusal_message(capsys, *DIGITS_ARGS, "--out", tmp_path / "out", "--resume", path)
         assert str(path) in line, name
-        line = refused(capsys, "predict", "digits", "--resume", path, "--out", tmp_path / "p.npy")
+        line = refusal_message(capsys, "predict", "digits", "--resume", path, "--out", tmp_path / "p.npy")
         assert str(path) in line, name
         for args in (["inspect", path], ["export", path, tmp_path / "w.pt"]):
-            assert str(path) in refused(capsys, "checkpoint", *args), name
+            assert str(path) in refusal_message(capsys, "checkpoint", *args), name
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "p.npy").exists()
     assert not (tmp_path / "w.pt").exists()
-    assert "another program" in refused(capsys, *DIGITS_ARGS, "--resume", tmp_path / "foreign")
+    assert "another program" in refusal_message(capsys, *DIGITS_ARGS, "--resume", tmp_path / "foreign")
 
 
 def flip_bit(path: Path) -> None:
@@ -233,7 +233,7 @@ def test_train_reports_a_flipped_bit(cli: Cli, run_folder: Path, tmp_path: Path)
     args = ("--layout", "ddp", "--processes", "2", "--out", run_folder, "--resume")
     result = cli(tmp_path, *DIGITS_ARGS, *args)
     assert result.status == 2, result.err
-    line = one_line(result.err)
+    line = only_error_line(result.err)
     assert "__1_0.distcp" in line
     assert f"--resume {step_folder(run_folder, 4)}" in line
 
@@ -282,7 +282,7 @@ def test_resume_refuses_a_different_workload(ranks: Any, tmp_path: Path) -> None
         ({"global_batch": 8}, "global_batch"),
         ({"clip_norm": 0.25}, "clip_norm"),
         ({"name": "another"}, "workload"),
-        ({"train_data": lambda: zoo.Augmented(24)}, "samples"),
+        ({"train_data": lambda: zoo.AugmentedPoints(24)}, "samples"),
         ({"model": ModelWithExtraLayer}, "head.bias"),
         ({"model": ModelWithOtherShape}, "offset"),
         ({"optimizer": two_parameter_groups}, "groups"),

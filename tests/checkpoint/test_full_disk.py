@@ -15,7 +15,7 @@ import pytest
 
 from everyrank.runs import checkpoints_of, damage, find_checkpoint
 from forkserver import ForkServer, run_python
-from processes import Cli, one_line
+from processes import Cli, only_error_line
 
 TRAINING_SCRIPT = """\
 import os
@@ -166,7 +166,7 @@ def test_run_fails_if_its_last_checkpoint_does_not_fit_on_the_disk(
     layout_args = ("--layout", "ddp", "--processes", "2")
     result = train_on_full_disk(python, tmp_path, *layout_args, is_cleared_later=False, free_bytes=60_000)
     assert result.returncode == 4, result.stdout + result.stderr
-    line = one_line(result.stderr)
+    line = only_error_line(result.stderr)
     assert "No space left on device" in line
     assert "step-00000004" in line
     checkpoints = checkpoints_of(tmp_path / "kept")

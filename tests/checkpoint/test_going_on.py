@@ -90,7 +90,7 @@ def resume_in_fp16(world: World, strategy: str, run: Path) -> Any:
     """Return the loss scale at the checkpoint and after resuming, and the results of both runs."""
 
     def loss(output: Any, target: Any) -> Any:
-        total, count = zoo.squared(output, target)
+        total, count = zoo.squared_error(output, target)
         return total * 3.0, count  # its gradient does not fit into fp16 at the first scale
 
     workload = zoo.workload("frozen", loss=loss)
@@ -117,7 +117,7 @@ def loss_with_random_factor(output: Tensor, target: Tensor) -> tuple[Tensor, int
     for _ in range(dist.get_rank()):
         random.random()
         np.random.rand()
-    total, count = zoo.squared(output, target)
+    total, count = zoo.squared_error(output, target)
     return total * (1.0 + 0.1 * random.gauss(0.0, 1.0) + 0.1 * float(np.random.standard_normal())), count
 
 

@@ -18,7 +18,7 @@ from checkpointing import DIGITS_ARGS, resume_digits, step_folder, update_checks
 from everyrank.checkpoint import export
 from everyrank.errors import UsageError
 from everyrank.runs import checkpoint_named
-from processes import Cli, one_line
+from processes import Cli, only_error_line
 
 
 class MaliciousPickle:
@@ -145,6 +145,6 @@ def test_train_refuses_a_malicious_table_of_contents(cli: Cli, run_folder: Path,
     update_checksums(checkpoint_folder, ".metadata")
     result = cli(tmp_path, *DIGITS_ARGS, "--layout", "ddp", "--processes", "2", "--resume", checkpoint_folder)
     assert result.status == 2, result.err
-    assert ".metadata" in one_line(result.err)
+    assert ".metadata" in only_error_line(result.err)
     assert not marker.exists()
     assert not list(tmp_path.glob("runs/*/log.jsonl"))

@@ -33,7 +33,7 @@ from everyrank.collectives.stride_check import MEMORY, check_strides
 from everyrank.collectives.sweep import refusal, sweep
 from everyrank.commands.launching import _backend
 from everyrank.measure.memory import free_memory_bytes
-from processes import Cli, Running, one_line, refused
+from processes import Cli, RunningCommand, only_error_line, refusal_message
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 
@@ -202,7 +202,7 @@ def test_comm_prints_traffic_of_an_algorithm(cli: Cli, tmp_path: Path) -> None:
 )
 def test_comm_refuses_invalid_arguments(capsys: pytest.CaptureFixture[str], command_text: str, fragment: str) -> None:
     """The error is one line with status 2, and no process is started."""
-    assert fragment in refused(capsys, "comm", *command_text.split())
+    assert fragment in refusal_message(capsys, "comm", *command_text.split())
 
 
 def test_parse_sizes_and_size_text() -> None:
@@ -344,7 +344,7 @@ def test_comm_refuses_sizes_that_do_not_fit_in_memory(cli: Cli, tmp_path: Path) 
     """It fails before it allocates a tensor, with one line and status 3."""
     result = cli(tmp_path, "comm", "--op", "all_reduce", "--sizes", "1KiB", "9999999GiB")
     assert result.status == 3, result.err
-    assert "--sizes 9999999GiB: " in one_line(result.err)
+    assert "--sizes 9999999GiB: " in only_error_line(result.err)
 
 
 def test_needed_and_free_memory(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_needed_and_free_memory(tmp_path: Path) -> None:
     assert free_memory_bytes(tmp_path) == 4000
 
 
-def count_shm_processes(running: Running) -> int:
+def count_shm_processes(running: RunningCommand) -> int:
     """Return how many processes of the command have mapped the shared memory of their group."""
     count = 0
     for process in running.processes():
@@ -388,6 +388,6 @@ def test_comm_interrupted_by_ctrl_c_leaves_no_process(cli: Cli, tmp_path: Path) 
     running.wait_for(lambda: count_shm_processes(running) >= 2)
     os.killpg(running.process.pid, signal.SIGINT)
     status, _, stderr = running.end()
-    assert (status, one_line(stderr)) == (130, "everyrank: interrupted; all ranks are ended")
-    assert running.left() == {}
+    assert (status, only_error_line(stderr)) == (130, "everyrank: interrupted; all ranks are ended")
+    assert running.remaining_processes() == {}
     assert not (tmp_path / "c.json").exists()

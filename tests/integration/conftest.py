@@ -1,4 +1,4 @@
-"""Fixtures that start real launchers on this machine: a Slurm of two nodes, MPI, Ray, hosts in network namespaces.
+"""Fixtures that start a Slurm of two nodes and hosts in network namespaces on this machine, and checks of libraries.
 
 A test whose launcher or library is missing is skipped, with the package to install. `make test-integrations` installs
 what it can. Each test that `make test` leaves out belongs to one of the `PARTS`; the Makefile lists which parts each
@@ -44,13 +44,13 @@ PARTS = {
 }
 FOLDER_PARTS = {"recipes": "recipes", "parity": "layouts", "checkpoint": "layouts"}  # folder of tests/: part
 
-# files whose tests share a result that is expensive to make: a build, ranks that have imported transformers, or parity
+# The tests of each of these files share an expensive result: a build, ranks that have imported transformers, or parity
 # references. Tests in the folders of FOLDER_PARTS share trained models.
 ONE_WORKER_FILES = (
     *("test_site", "test_wheel", "test_causal_lm", "test_port_libraries", "test_port_mistakes"),
     *("test_mutations_model_parallel", "test_mutations_experts", "test_saving_meshes"),
 )
-ONE_WORKER_PARTS = ("slurm", "ray", "hosts", "benches")  # they share a cluster, or measure time
+ONE_WORKER_PARTS = ("slurm", "ray", "hosts", "benches")  # their tests share a cluster, or measure time
 
 
 def part_of(item: pytest.Item) -> str:
@@ -65,6 +65,7 @@ def part_of(item: pytest.Item) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option --parts."""
     parser.addoption("--parts", default="", help="run only these parts of the integration tests: " + " ".join(PARTS))
 
 
@@ -82,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in deselected]
     if hasattr(config, "workerinput"):
         groups = {item.nodeid: group for item in items if (group := group_of(item, parts.get(item)))}
-        path = groups_file(config.workerinput["testrunuid"])
+        path = groups_path(config.workerinput["testrunuid"])
         worker_path = path.with_suffix(f".{os.getpid()}")
         worker_path.write_text(json.dumps(groups))
         worker_path.rename(path)
@@ -99,28 +100,29 @@ def group_of(item: pytest.Item, part: str | None) -> str | None:
     return None
 
 
-def groups_file(run: str) -> Path:
-    """Return the path where the workers of a run write the groups for the scheduler. All workers write the same."""
-    return Path(tempfile.gettempdir()) / f"everyrank-groups-{run}.json"
+def groups_path(run_id: str) -> Path:
+    """Return the path to which the workers write the groups for the scheduler. All workers write the same content."""
+    return Path(tempfile.gettempdir()) / f"everyrank-groups-{run_id}.json"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Return a scheduler for `--dist loadgroup`. That of pytest-xdist 3.8 finds no groups under pytest 9.2."""
+    """Return a scheduler for `--dist loadgroup`. The one of pytest-xdist 3.8 finds no groups under pytest 9.2."""
     from xdist.scheduler import LoadScopeScheduling
 
     if config.getoption("dist") != "loadgroup":
         return None
 
     class GroupScheduling(LoadScopeScheduling):
-        """Runs the groups in order of their size, then the other tests."""
+        """A scheduler that runs the groups in order of their size, then the other tests."""
 
         groups: dict[str, str] | None = None
 
         def _split_scope(self, nodeid: str) -> str:
+            """Return the group of a test, or its own id if it is in no group."""
             groups = self.groups
             if groups is None:
-                path = groups_file(self.nodes[0].workerinput["testrunuid"])
+                path = groups_path(self.nodes[0].workerinput["testrunuid"])
                 groups = self.groups = json.loads(path.read_text())
                 path.unlink()
             return groups.get(nodeid, nodeid)
@@ -156,24 +158,27 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscrib
 """
 
 
-def absent(requirement: str) -> None:
-    """Skip the test, because `requirement` is missing."""
+def skip_without(requirement: str) -> None:
+    """Skip the test because the requirement is missing."""
     pytest.skip(f"not verified here: needs {requirement}")
 
 
 def needs_ray() -> None:
+    """Skip the test if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
-        absent("Ray (pip install 'everyrank[ray]')")
+        skip_without("Ray (pip install 'everyrank[ray]')")
 
 
 def needs_library(name: str) -> None:
+    """Skip the test if the package of the benchmarks is not installed."""
     if importlib.util.find_spec(name) is None:
-        absent(f"{name} (pip install 'everyrank[benchmarks]')")
+        skip_without(f"{name} (pip install 'everyrank[benchmarks]')")
 
 
 def needs_horovod() -> None:
+    """Skip the test if Horovod is not installed."""
     if importlib.util.find_spec("horovod") is None:
-        absent("Horovod (tests/integration/install_horovod)")
+        skip_without("Horovod (tests/integration/install_horovod)")
 
 
 @pytest.fixture(scope="session")
@@ -181,9 +186,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Start a Slurm of two nodes on this machine, and yield the environment variables for its commands."""
     for program in ("slurmctld", "slurmd", "munged", "srun"):
         if shutil.which(program) is None:
-            absent("Slurm (apt install slurm-wlm munge)")
+            skip_without("Slurm (apt install slurm-wlm munge)")
     if os.geteuid() != 0:
-        absent("root, to start a Slurm of its own")
+        skip_without("root, to start a Slurm of its own")
     folder = tmp_path_factory.mktemp("slurm")
     folder.chmod(0o755)
     for parent in folder.parents:
@@ -196,23 +201,23 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         (folder / name).mkdir()
     variables = {"SLURM_CONF": str(folder / "slurm.conf")}
     environment = {**os.environ, **variables}
-    started: list[subprocess.Popen[bytes]] = []
+    daemons: list[subprocess.Popen[bytes]] = []
     try:
-        started.append(start_munge(folder))
+        daemons.append(start_munge(folder))
         for command in (["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]):
             log = (folder / f"{'-'.join(command)}.out").open("wb")
-            started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
+            daemons.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
         wait_for_nodes(environment, folder)
         yield variables
     finally:
-        stop_slurm(started, environment)
+        stop_slurm(daemons, environment)
 
 
-def stop_slurm(started: Sequence[subprocess.Popen[bytes]], environment: dict[str, str]) -> None:
-    """Cancel the jobs, then stop all daemons, even if only some of them have been started."""
+def stop_slurm(daemons: Sequence[subprocess.Popen[bytes]], environment: dict[str, str]) -> None:
+    """Cancel the jobs, then stop the daemons. This also works if some daemons have not started."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):  # a controller that did not start does not answer
         subprocess.run(["scancel", "--user=root"], env=environment, timeout=20, check=False, capture_output=True)
-    for process in reversed(started):
+    for process in reversed(daemons):
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=10)
@@ -249,43 +254,44 @@ def wait_for_nodes(environment: dict[str, str], folder: Path) -> None:
     pytest.fail(f"the Slurm nodes were not idle within 120 s: {process.stdout}{process.stderr}\n{logs}")
 
 
-def batch_job(folder: Path, command: str, variables: dict[str, str]) -> int:
+def run_batch_job(folder: Path, command: str, variables: dict[str, str]) -> int:
     """Submit a job with `command` (`sbatch ...`), wait for it and return its exit status.
 
-    This does not use `sbatch --wait`, because it checks the job less and less often.
+    This does not use `sbatch --wait`, which checks the job less and less often.
     """
     environment = {**os.environ, **variables}
 
     def output_of(arguments: list[str]) -> str:
+        """Run a Slurm command and return its output."""
         process = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
         assert process.returncode == 0, process.stderr
         return process.stdout
 
-    job = output_of(shlex.split(command)).split()[-1]  # of "Submitted batch job 7"
+    job_id = output_of(shlex.split(command)).split()[-1]  # it prints "Submitted batch job 7"
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
-        state = dict(re.findall(r"(\w+)=(\S+)", output_of(["scontrol", "show", "job", job])))
+        state = dict(re.findall(r"(\w+)=(\S+)", output_of(["scontrol", "show", "job", job_id])))
         if state["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
             return int(state["ExitCode"].partition(":")[0])
         time.sleep(0.2)
-    pytest.fail(f"job {job} did not end within 200 s: {state}")
+    pytest.fail(f"job {job_id} did not end within 200 s: {state}")
 
 
 def free_port() -> int:
     """Return a TCP port that is free on the loopback address."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 class Hosts:
     """Hosts in network namespaces that a bridge connects. Each has its own name, address and loopback."""
 
     def __init__(self, count: int) -> None:
-        self.tag = f"er{os.getpid() % 10_000}"
-        self.names = [f"{self.tag}h{index}" for index in range(count)]
+        self.prefix = f"er{os.getpid() % 10_000}"
+        self.names = [f"{self.prefix}h{index}" for index in range(count)]
         self.addresses = [f"10.77.{os.getpid() % 200}.{index + 1}" for index in range(count)]
-        self.bridge = f"{self.tag}sw"
+        self.bridge = f"{self.prefix}sw"
         ip("netns", "add", self.bridge)
         ip("-n", self.bridge, "link", "add", "br0", "type", "bridge")
         ip("-n", self.bridge, "link", "set", "br0", "up")
@@ -298,7 +304,7 @@ class Hosts:
             ip("-n", self.bridge, "link", "set", f"port{index}", "master", "br0", "up")
 
     def start(self, index: int, command: Sequence[str], folder: Path, **variables: str) -> subprocess.Popen[str]:
-        """Start a command on a host, with the name of that host."""
+        """Start a command on a host. The command sees the name of that host."""
         shell_script = f"hostname {self.names[index]}; exec " + '"$@"'
         return subprocess.Popen(
             ["ip", "netns", "exec", self.names[index], "unshare", "--uts", "sh", "-c", shell_script, "sh", *command],
@@ -310,7 +316,7 @@ class Hosts:
             start_new_session=True,
         )
 
-    def cut_off(self, index: int) -> None:
+    def disconnect(self, index: int) -> None:
         """Disconnect a host from the bridge, as if its network cable was unplugged."""
         ip("-n", self.bridge, "link", "set", f"port{index}", "down")
 
@@ -329,6 +335,7 @@ class Hosts:
 
 
 def ip(*arguments: str) -> None:
+    """Run the `ip` command with these arguments."""
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
@@ -345,12 +352,12 @@ def four_hosts() -> Iterator[Hosts]:
 
 
 def make_hosts(count: int) -> Iterator[Hosts]:
-    """Yield `count` hosts, and remove them after the test. Skip the test where namespaces are not available."""
+    """Yield `count` hosts, and remove them after the test. Skip the test if namespaces are not available."""
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
-        absent("Linux, root and iproute2, for hosts in network namespaces")
+        skip_without("Linux, root and iproute2, for hosts in network namespaces")
     try:
         hosts = Hosts(count)
     except subprocess.CalledProcessError as error:
-        absent(f"network namespaces: {error.stderr.strip()}")
+        skip_without(f"network namespaces: {error.stderr.strip()}")
     yield hosts
     hosts.close()

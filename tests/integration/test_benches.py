@@ -75,13 +75,13 @@ def test_interrupted_bench_shows_and_saves_its_results(cli: Cli, tmp_path: Path)
     words = ["bench", "digits", "--set", "width=4", "--layout", "single", "ddp", "--trials", "1000", "--steps", "2"]
     files = ["--json", "r.json", "--html", "r.html"]
     running = cli.start(tmp_path, *words, "--processes", "2", *files)
-    running.wait_for(lambda: "ddp: trial 2 of 1000, " in running.said()[0])
+    running.wait_for(lambda: "ddp: trial 2 of 1000, " in running.output_so_far()[0])
     running.process.send_signal(signal.SIGINT)
     found, out, err = running.end()
     assert out.startswith("single: equal (20 updates)\nddp: equal (20 updates)\n")
     assert found == 130, err
     assert "all ranks are ended" in err.splitlines()[-1]
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
     records = read_records(tmp_path / "r.json")
     assert [record.layout for record in records] == ["single", "ddp"]
     for record in records:

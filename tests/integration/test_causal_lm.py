@@ -21,7 +21,7 @@ from everyrank.loop import open_data
 from everyrank.parity import check_layout, parity_case
 from everyrank.record import Parity
 from everyrank.world import World
-from integration.conftest import absent
+from integration.conftest import skip_without
 from parity.test_equal import in_float64
 
 SMALL: dict[str, Any] = {
@@ -43,7 +43,7 @@ LAYERS = "model.model.layers.*"
 def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the transformers library, with network access blocked."""
     if importlib.util.find_spec("transformers") is None:
-        absent("transformers (pip install 'everyrank[transformers]')")
+        skip_without("transformers (pip install 'everyrank[transformers]')")
 
     connect: Any = socket.socket.connect
 

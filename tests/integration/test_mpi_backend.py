@@ -13,9 +13,9 @@ import pytest
 
 from everyrank import read_records
 from forkserver import ForkServer
-from integration.conftest import Hosts, absent
+from integration.conftest import Hosts, skip_without
 from integration.test_failures import HAPPENS, SAYS
-from integration.test_recipe_commands import mpirun
+from integration.test_recipe_commands import mpirun_environment
 from processes import Cli
 from test_faults import SOON, WORKLOAD, the_line
 
@@ -183,13 +183,13 @@ else:
 def mpi(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
     """Return the environment variables with which `mpirun` and mpi4py use this MPI."""
     if find_spec("mpi4py") is None:
-        absent("mpi4py (pip install 'everyrank[mpi]')")
-    variables = mpirun(tmp_path, request.param)
+        skip_without("mpi4py (pip install 'everyrank[mpi]')")
+    variables = mpirun_environment(tmp_path, request.param)
     if request.param == "MPICH":  # Debian's library has another name than the one mpi4py asks for
         known = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
         found = re.search(r"libmpich\.so\.12 .*=> (\S+)", known)
         if found is None:
-            absent("MPICH's library")
+            skip_without("MPICH's library")
         (tmp_path / "lib").mkdir()
         (tmp_path / "lib" / "libmpi.so.12").symlink_to(found[1])
         variables |= {"LD_LIBRARY_PATH": str(tmp_path / "lib"), "MPI4PY_LIBMPI": str(tmp_path / "lib/libmpi.so.12")}
@@ -293,7 +293,7 @@ def test_failed_rank_is_named_and_ends_all_ranks(cli: Cli, tmp_path: Path, mpi: 
     line = the_line(stderr)
     assert line.startswith("rank 1 of 3 on "), line
     assert SAYS[fault].partition("{line}")[2] in line
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 AGENT = """\

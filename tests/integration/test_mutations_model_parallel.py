@@ -398,7 +398,7 @@ TRAITS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "clip_norm": None,
             "global_batch": 8,
-            "train_data": lambda: zoo.Passages(24),
+            "train_data": lambda: zoo.SentencesWithPositions(24),
             "eval_data": None,
             "metrics": {},
         },

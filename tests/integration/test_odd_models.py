@@ -575,7 +575,7 @@ def shifted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return zoo.masked_loss(output[:, :-1], target[:, 1:])
 
 
-class Classified(zoo.Passages):
+class Classified(zoo.SentencesWithPositions):
     def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
         return super().__getitem__(index)[0], self.tokens[index, 8]
 

@@ -16,18 +16,28 @@ from everyrank.port import IDIOMS, PortResult, check_ported, port_script
 from everyrank.rerun import ScriptHost
 from forkserver import ForkServer
 from integration.conftest import needs_library
-from porting import CLASS, ENGINE, FUNCTIONS, GAN, GPT, NO_LOADER, ONE_FUNCTION, SUMMED, WITH_ENGINE
+from scripts_to_port import (
+    ENGINE_MODULE,
+    FIT_FUNCTION_SCRIPT,
+    FUNCTIONS_SCRIPT,
+    GAN_SCRIPT,
+    GPT_SCRIPT,
+    NO_LOADER_SCRIPT,
+    SCRIPT_WITH_ENGINE,
+    SUMMED_LOSS_SCRIPT,
+    TRAINER_CLASS_SCRIPT,
+)
 
 PACKAGES = {"accelerate": "accelerate", "fabric": "lightning"}
 STYLES = {
-    "functions": FUNCTIONS,
-    "one_function": ONE_FUNCTION,
-    "class": CLASS,
-    "no_loader": NO_LOADER,
-    "summed": SUMMED,
-    "gan": GAN,
+    "functions": FUNCTIONS_SCRIPT,
+    "one_function": FIT_FUNCTION_SCRIPT,
+    "class": TRAINER_CLASS_SCRIPT,
+    "no_loader": NO_LOADER_SCRIPT,
+    "summed": SUMMED_LOSS_SCRIPT,
+    "gan": GAN_SCRIPT,
 }
-IN_ORDER = GPT.replace(", shuffle=True", "")  # a shuffle of ranks that share a seed is not that of the script
+IN_ORDER = GPT_SCRIPT.replace(", shuffle=True", "")  # a shuffle of ranks that share a seed is not that of the script
 # what people write: the loader given to the library as it is, and the loss of each rank as it is
 MISTAKES = {
     ("accelerate", "its loader"): (r"split\((DataLoader\(.*?=16\))\)", r"accelerator.prepare(\1)"),
@@ -77,9 +87,9 @@ def test_ports_are_equal(tmp_path: Path, target: str, style: str) -> None:
 
 
 def test_training_loop_in_a_second_file_is_ported(tmp_path: Path, target: str) -> None:
-    (tmp_path / "engine.py").write_text(ENGINE)
+    (tmp_path / "engine.py").write_text(ENGINE_MODULE)
     script = tmp_path / "train.py"
-    script.write_text(WITH_ENGINE)
+    script.write_text(SCRIPT_WITH_ENGINE)
     best = port_script([str(script)], (2,), 120.0, other=tmp_path / "engine.py", target=target).best
     assert best.is_equal, [comparison.difference for comparison in best.comparisons]
     assert not best.differing_lines

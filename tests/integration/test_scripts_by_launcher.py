@@ -9,13 +9,13 @@ import pytest
 from everyrank.launch import mpi
 from integration.conftest import needs_horovod, needs_ray
 from integration.test_failures import in_allocation
-from processes import Cli, Running
+from processes import Cli, RunningCommand
 from test_script import SCRIPT, line_of
 
 LAUNCHERS = ["slurm", "mpi", "ray", "horovodrun", "torchrun"]
 
 
-def start(cli: Cli, folder: Path, request: pytest.FixtureRequest, launcher: str, mode: str) -> Running:
+def start(cli: Cli, folder: Path, request: pytest.FixtureRequest, launcher: str, mode: str) -> RunningCommand:
     (folder / "train.py").write_text(SCRIPT)
     words = ["launch", "--processes", "2", "--launcher", launcher, "--logs", "logs", "train.py", mode]
     if launcher == "slurm":
@@ -39,7 +39,7 @@ def test_only_rank_0_prints_on_the_terminal(
     assert status == 0, err
     assert out.splitlines() == ["rank 0 of 2, ['fine']"]
     assert "rank 1 of 2, ['fine']" in Path(tmp_path / "logs" / "rank1.log").read_text()
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -53,4 +53,4 @@ def test_last_line_names_rank_and_line_of_an_exception(
     lines = [line for line in err.splitlines() if line.startswith("everyrank: rank")]
     assert lines[-1].startswith("everyrank: rank 1 of 2 on "), err
     assert lines[-1].endswith(f"{line_of('raise')}: ValueError: a broken image"), err
-    assert running.left() == {}
+    assert running.remaining_processes() == {}

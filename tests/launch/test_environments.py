@@ -25,11 +25,11 @@ from everyrank.launch import (
 from everyrank.launch.slurm import check_allocation, first_host, tasks_per_node
 from everyrank.layout import Layout, parse_layout
 from launching import HOROVODRUN, MPICH, OPEN_MPI, SLURM_JOB, SRUN
-from processes import Cli, by_hand
+from processes import Cli, rank_environment
 
-TORCHRUN = {**by_hand(1, "29500"), "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+TORCHRUN = {**rank_environment(1, "29500"), "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
-STARTED_BY_HAND = by_hand(0, "29501", 3)
+STARTED_BY_HAND = rank_environment(0, "29501", 3)
 
 
 def launch_from_args(*args: str, layout: Layout | None = None) -> Launch:

@@ -15,7 +15,7 @@ import pytest
 from everyrank.errors import RankFailedError
 from everyrank.launch import Launch, RankInfo, run_ranks
 from forkserver import MARK
-from processes import Cli, left_of
+from processes import Cli, wait_for_marked_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each rank starts by itself")
 
@@ -129,7 +129,7 @@ def test_killed_supervisor_or_server_is_reported(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RankFailedError, match=rf"^rank {rank_pattern} of 2 on .*: ended by SIGKILL"):
         run_ranks(Launch(processes=2, timeout_seconds=120), kills)
     monkeypatch.delenv(MARK)
-    assert left_of(mark) == {}
+    assert wait_for_marked_processes(mark) == {}
 
 
 SCRIPT = """\
@@ -155,4 +155,4 @@ def test_script_without_main_guard_runs_once(cli: Cli, tmp_path: Path) -> None:
     status, out, err = running.end()
     assert (status, err) == (0, "")
     assert out.splitlines() == ["the script", str(dict.fromkeys(range(2), ("__main__", False, 2.0)))]
-    assert running.left() == {}
+    assert running.remaining_processes() == {}

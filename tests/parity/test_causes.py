@@ -279,7 +279,7 @@ def check_with_cache(
             "def workload(lr=0.1):\n"
             "    optimizer = lambda model: torch.optim.SGD(model.parameters(), lr=lr)\n"
             "    def loss(output, target):\n"
-            "        total, count = zoo.squared(output, target)\n"
+            "        total, count = zoo.squared_error(output, target)\n"
             "        return total * float(os.environ.get('FACTOR', 1)), count\n"
             "    return dataclasses.replace(zoo.workload('frozen'), optimizer=optimizer, loss=loss)\n"
         )
@@ -410,7 +410,7 @@ def test_buffer_that_forward_writes_is_named(ranks: Any, layout: str) -> None:
         "metrics": {},
         "blocks": None,
         "global_batch": 8,
-        "loss": zoo.squared,
+        "loss": zoo.squared_error,
     }
     local_workload = zoo.workload("frozen", model=lambda: Codebook(False), **changes)
     parity = parity_of(ranks, local_workload, layout)

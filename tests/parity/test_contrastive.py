@@ -31,7 +31,7 @@ _COUNTER = iter(range(10**9))
 
 def check_all(world: World, key: str, layouts: list[str], changes: dict[str, Any], mutation: str = "") -> list[Parity]:
     """Return the parity of each layout. Layouts that do not support the workload are not verified."""
-    case = zoo.case(world, "contrastive", "adamw", steps=8, **changes)
+    case = zoo.cached_parity_case(world, "contrastive", "adamw", steps=8, **changes)
     if mutation:
         for text in layouts:
             ensure_references(case, parse_layout(text), world, f"{key}/{text}/single")  # they run unpatched
@@ -102,7 +102,7 @@ def test_mutation_of_gather_is_detected(ranks: Any, mutation: str, count: int, l
 
 
 def test_loss_without_gather_is_different(ranks: Any) -> None:
-    assert parities(ranks, 2, ["ddp"], loss=zoo.contrastive_in_parts, metrics={})[0].status == "different"
+    assert parities(ranks, 2, ["ddp"], loss=zoo.local_contrastive_loss, metrics={})[0].status == "different"
 
 
 def test_gather_is_refused_where_the_loss_sees_a_part_of_the_batch(ranks: Any) -> None:

@@ -57,13 +57,13 @@ def test_decoder_dropout_is_equal(ranks: Any) -> None:
         "context:method=ulysses,recompute",
         "pipeline:schedule=interleaved,recompute",
     ]
-    assert_quickly_equal(ranks, 2, "decoder", layouts, model=zoo.dropping_everywhere)
+    assert_quickly_equal(ranks, 2, "decoder", layouts, model=zoo.decoder_with_dropout_everywhere)
 
 
 def test_dropout_in_blocks_is_equal(ranks: Any) -> None:
     """Some ranks have no sample, and some micro-batches have one."""
     layouts = ["ddp:accumulate=3", "fsdp", "zero1:accumulate=2,recompute"]
-    assert_quickly_equal(ranks, 3, "frozen", layouts, model=zoo.DroppingModel, blocks="blocks")
+    assert_quickly_equal(ranks, 3, "frozen", layouts, model=zoo.DropoutModel, blocks="blocks")
 
 
 def test_dropout_in_checkpoints_of_the_model_is_equal(ranks: Any) -> None:
@@ -71,7 +71,7 @@ def test_dropout_in_checkpoints_of_the_model_is_equal(ranks: Any) -> None:
 
     F.dropout inside of such a checkpoint is refused.
     """
-    checkpointed, expected = (ranks(1, gradients, model)[0] for model in (with_checkpoints, zoo.DroppingModel))
+    checkpointed, expected = (ranks(1, gradients, model)[0] for model in (with_checkpoints, zoo.DropoutModel))
     assert checkpointed == expected
     with pytest.raises(AssertionError, match=r"dropout as a function inside torch.utils.checkpoint"):
         ranks(1, gradients, FunctionInCheckpoint)
@@ -79,10 +79,10 @@ def test_dropout_in_checkpoints_of_the_model_is_equal(ranks: Any) -> None:
 
 def with_checkpoints() -> nn.Module:
     """Return a model that checkpoints its own blocks."""
-    return zoo.DroppingModel(checkpoints=True)
+    return zoo.DropoutModel(checkpoints=True)
 
 
-class FunctionInCheckpoint(zoo.DroppingModel):
+class FunctionInCheckpoint(zoo.DropoutModel):
     """A model with F.dropout inside of an activation checkpoint."""
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
@@ -119,13 +119,13 @@ def test_dropout_under_custom_parallelize_is_equal(ranks: Any, tmp_path: Path) -
     """A custom parallelize function gets a model whose dropout masks are those of one device."""
     (tmp_path / "own.py").write_text(CUSTOM_PARALLELIZE)
     layouts = [f"{tmp_path / 'own.py'}:shard=2"]
-    assert_quickly_equal(ranks, 2, "frozen", layouts, model=zoo.DroppingModel, blocks="blocks")
+    assert_quickly_equal(ranks, 2, "frozen", layouts, model=zoo.DropoutModel, blocks="blocks")
 
 
 def test_compiled_dropout_is_equal(ranks: Any) -> None:
     """The masks are the same inside of a compiled graph."""
     layouts = ["ddp:compile"]
-    assert_quickly_equal(ranks, 2, "frozen", layouts, model=zoo.DroppingModel, blocks="blocks")
+    assert_quickly_equal(ranks, 2, "frozen", layouts, model=zoo.DropoutModel, blocks="blocks")
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
@@ -208,14 +208,14 @@ def features_forgotten(world: World) -> Any:
 
 
 MUTATIONS = [
-    (seeded_by_rank, "frozen", "ddp", zoo.DroppingModel),
-    (sample_forgotten, "frozen", "ddp", zoo.DroppingModel),
-    (sample_forgotten, "frozen", "single:accumulate=2", zoo.DroppingModel),
-    (update_forgotten, "frozen", "ddp", zoo.DroppingModel),
-    (call_count_only, "frozen", "pipeline", zoo.DroppingModel),
-    (recompute_draws_anew, "frozen", "ddp:recompute", zoo.DroppingModel),
-    (positions_forgotten, "decoder", "context", zoo.dropping_decoder),
-    (features_forgotten, "decoder", "tensor", zoo.dropping_everywhere),
+    (seeded_by_rank, "frozen", "ddp", zoo.DropoutModel),
+    (sample_forgotten, "frozen", "ddp", zoo.DropoutModel),
+    (sample_forgotten, "frozen", "single:accumulate=2", zoo.DropoutModel),
+    (update_forgotten, "frozen", "ddp", zoo.DropoutModel),
+    (call_count_only, "frozen", "pipeline", zoo.DropoutModel),
+    (recompute_draws_anew, "frozen", "ddp:recompute", zoo.DropoutModel),
+    (positions_forgotten, "decoder", "context", zoo.decoder_with_dropout),
+    (features_forgotten, "decoder", "tensor", zoo.decoder_with_dropout_everywhere),
 ]
 
 
@@ -259,10 +259,12 @@ def test_decoder_dropout_is_equal_under_model_parallelism(ranks: Any, count: int
             "pipeline:shard=2,recompute",
         ],
     }[count]
-    assert_quickly_equal(ranks, count, "decoder", layouts, model=zoo.dropping_everywhere)
+    assert_quickly_equal(ranks, count, "decoder", layouts, model=zoo.decoder_with_dropout_everywhere)
 
 
 def test_dropout_in_low_precision_is_equal(ranks: Any) -> None:
     """The masks in bf16 are those of float64. So bf16 differs from `single` only by rounding."""
     layouts = ["ddp:precision=bf16,recompute"]
-    assert_equal(layouts, parities(ranks, 2, "decoder", "sgd", layouts, model=zoo.dropping_everywhere, steps=4))
+    assert_equal(
+        layouts, parities(ranks, 2, "decoder", "sgd", layouts, model=zoo.decoder_with_dropout_everywhere, steps=4)
+    )

@@ -25,7 +25,7 @@ _COUNTER = iter(range(10**9))
 
 def check_all(world: World, key: str, name: str, optimizer: str, layouts: list[str], changes: dict[str, Any]) -> Any:
     """Return the parity of each layout. It runs in the ranks."""
-    case = zoo.case(world, name, optimizer, **changes)
+    case = zoo.cached_parity_case(world, name, optimizer, **changes)
     return [check_layout(case, parse_layout(text), world, f"{key}/{text}")[0] for text in layouts]
 
 
@@ -97,7 +97,7 @@ def test_equal_with_micro_batches(ranks: Any, count: int, name: str) -> None:
     """
     changes: dict[str, Any] = {
         "tied": {},
-        "frozen": {"model": zoo.uncounted_model},
+        "frozen": {"model": zoo.model_without_counter},
         "norm": {"global_batch": 12},  # micro-batches of one sample have no variance
     }[name]
     layouts = [f"{strategy}:accumulate=3" for strategy in ("ddp", "zero1", "fsdp")]

@@ -48,13 +48,13 @@ def test_equal(ranks: Any) -> None:
 def test_equal_with_few_tokens(ranks: Any) -> None:
     """Top 1 of 8 experts. In many updates, some experts and ranks get no token."""
     layouts = ["expert", "fsdp:expert=2,accumulate=3"]
-    assert_equal(layouts, parities(ranks, 2, "experts", "adamw", layouts, model=zoo.one_of_eight_experts))
+    assert_equal(layouts, parities(ranks, 2, "experts", "adamw", layouts, model=zoo.eight_experts_top_1))
 
 
 def test_equal_if_one_expert_gets_all_tokens(ranks: Any) -> None:
     """The other rank takes part in backward. Its gradients are zero."""
     layouts = ["expert", "expert:recompute,accumulate=2", "fsdp:expert=2"]
-    assert_equal(layouts, parities(ranks, 2, "experts", "sgd", layouts, model=zoo.one_expert_for_all))
+    assert_equal(layouts, parities(ranks, 2, "experts", "sgd", layouts, model=zoo.all_tokens_to_one_expert))
 
 
 def test_equal_under_other_strategies_and_in_low_precision(ranks: Any) -> None:

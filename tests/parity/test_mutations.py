@@ -285,8 +285,8 @@ def check(world: World, mutation: Any, strategy: str, name: str, optimizer: str,
     if mutation is batch_norm_alone:
         changes["global_batch"] = 8  # a single sample has no variance, and torch would raise an error
     if "accumulate" in keys:
-        changes["model"] = zoo.uncounted_model
-    case = zoo.case(world, name, optimizer, **changes)
+        changes["model"] = zoo.model_without_counter
+    case = zoo.cached_parity_case(world, name, optimizer, **changes)
     layout = parse_layout(f"{strategy}:precision=float64{keys.replace(':', ',')}")
     ensure_references(case, layout, world, f"{key}/single")  # it runs unpatched
     with mutation(strategy, world):

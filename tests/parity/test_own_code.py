@@ -279,7 +279,7 @@ parts.contract = ParallelContract(axes={"tensor": "same"})
 
 def check_all(world: World, key: str, layouts: list[str], changes: dict[str, Any]) -> list[Parity | str]:
     """Return the parity of each layout, or the message if a layout is refused."""
-    case = zoo.case(world, changes.pop("name", "decoder"), "adamw", **changes)
+    case = zoo.cached_parity_case(world, changes.pop("name", "decoder"), "adamw", **changes)
     results: list[Parity | str] = []
     for text in layouts:
         try:

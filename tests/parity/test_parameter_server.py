@@ -50,7 +50,7 @@ def test_synchronous_with_micro_batches(ranks: Any, name: str) -> None:
     """Some micro-batches have fewer samples than there are trainers. Blocks are also recomputed."""
     changes: dict[str, Any] = {
         "tied": {},
-        "frozen": {"model": zoo.uncounted_model},
+        "frozen": {"model": zoo.model_without_counter},
         "norm": {"global_batch": 12},  # micro-batches of one sample have no variance
     }[name]
     layouts = ["parameter_server:accumulate=3", "parameter_server:servers=2,accumulate=3,recompute"]
@@ -195,7 +195,7 @@ def check(world: World, mutation: Any, name: str, keys: str) -> Parity:
     changes: dict[str, Any] = {"clip_norm": 0.05 if mutation is clipped_by_own_norm else None}
     if mutation is batch_norm_alone:
         changes["global_batch"] = 8
-    case = zoo.case(world, name, "sgd", **changes)
+    case = zoo.cached_parity_case(world, name, "sgd", **changes)
     layout = parse_layout(f"parameter_server:precision=float64{keys}")
     key = f"mutation/{mutation.__name__}"
     ensure_references(case, layout, world, f"{key}/single")  # it runs unpatched
@@ -280,7 +280,7 @@ def test_stale_gradients_are_not_equivalent(ranks: Any) -> None:
 
 def losses_of(world: World, layouts: list[str]) -> list[list[float]]:
     """Return the losses of each layout in one process."""
-    case = zoo.case(world, "frozen", "sgd")
+    case = zoo.cached_parity_case(world, "frozen", "sgd")
     one_process = single_process_world(world)
     return [trace(case, parse_layout(text), one_process, case.planned("float64")).losses for text in layouts]
 

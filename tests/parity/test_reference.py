@@ -175,13 +175,13 @@ def loss_with_memory_for_three_samples(output: Tensor, target: Tensor) -> tuple[
     """Return the squared loss. It raises an out-of-memory error for more than three samples."""
     if len(output) > 3:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
-    return zoo.squared(output, target)
+    return zoo.squared_error(output, target)
 
 
 def check_with_little_memory(world: World, name: str, texts: list[str]) -> list[Any]:
     """Return (parity, references that have run so far) of each layout."""
     workload = zoo.workload(
-        name, loss=loss_with_memory_for_three_samples, metrics={}, eval_batch=3, model=zoo.uncounted_model
+        name, loss=loss_with_memory_for_three_samples, metrics={}, eval_batch=3, model=zoo.model_without_counter
     )
     if name == "norm":
         workload = zoo.workload(name, loss=loss_with_memory_for_three_samples, metrics={}, eval_batch=3)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from everyrank.parity.kept import compare_kept
-from processes import Cli, one_line, refused
+from processes import Cli, only_error_line, refusal_message
 
 WORKLOAD = '''
 import torch
@@ -145,7 +145,7 @@ def test_between_compares_two_commits(cli: Cli, tmp_path: Path) -> None:
     assert (tmp_path / "summed.py").read_text() == "not committed, and no Python"
     unknown = cli(tmp_path, "verify", "summed.py", "--between", "HEAD", "nope")
     assert unknown.status == 2
-    assert one_line(unknown.err).startswith("everyrank: --between: nope: ")
+    assert only_error_line(unknown.err).startswith("everyrank: --between: nope: ")
 
 
 def test_against_refuses_files_that_save_did_not_write(
@@ -156,11 +156,11 @@ def test_against_refuses_files_that_save_did_not_write(
     content = json.loads(saved.read_text())
     for wrong_content in ([], {}, {**content, "format": "2"}, {**content, "losses": ["1"]}, {**content, "counts": []}):
         Path("wrong.json").write_text(json.dumps(wrong_content))
-        text = refused(capsys, "verify", "digits", "--against", "wrong.json")
+        text = refusal_message(capsys, "verify", "digits", "--against", "wrong.json")
         assert "--against wrong.json" in text
-    assert "No such file" in refused(capsys, "verify", "digits", "--against", "missing.json")
-    assert "leave --layout" in refused(capsys, "verify", "digits", "--save", "a.json", "--layout", "ddp")
-    assert "not a file" in refused(capsys, "verify", "digits", "--between", "main", "HEAD")
+    assert "No such file" in refusal_message(capsys, "verify", "digits", "--against", "missing.json")
+    assert "leave --layout" in refusal_message(capsys, "verify", "digits", "--save", "a.json", "--layout", "ddp")
+    assert "not a file" in refusal_message(capsys, "verify", "digits", "--between", "main", "HEAD")
     _check_comparison_causes(content)
 
 

@@ -16,7 +16,7 @@ from everyrank.port.helpers import HELPERS, helper_text
 from everyrank.port.idioms import IDIOMS, in_idiom
 from everyrank.port.plan import Choice, Plan
 from everyrank.port.source import NotPortedError
-from processes import refused
+from processes import refusal_message
 
 SCRIPT = """\
 import torch
@@ -247,7 +247,7 @@ def test_missing_library_is_refused_with_pip_command(
     Path("train.py").write_text("raise SystemExit(9)\n")
     find_spec, missing_modules = importlib.util.find_spec, {name.partition(".")[0] for name in IDIOMS[target].modules}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing_modules else find_spec(name))
-    assert f"pip install {IDIOMS[target].install}" in refused(capsys, "port", "--to", target, "train.py")
+    assert f"pip install {IDIOMS[target].install}" in refusal_message(capsys, "port", "--to", target, "train.py")
 
 
 def test_torch_sampler_is_refused_for_other_libraries(
@@ -256,4 +256,4 @@ def test_torch_sampler_is_refused_for_other_libraries(
     """The error names a target that supports it."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import torch\n")
-    assert "--to fsdp" in refused(capsys, "port", "--to", "fabric", "--sampler", "torch", "train.py")
+    assert "--to fsdp" in refusal_message(capsys, "port", "--to", "fabric", "--sampler", "torch", "train.py")

@@ -8,42 +8,42 @@ import pytest
 
 from everyrank.port import NotPortedError, PortResult, check_ported, port_script
 from everyrank.rerun import ScriptHost
-from porting import (
-    AUGMENTED,
-    BY_HAND,
-    CARRIED,
-    CARRIED_FROM_LOADER,
-    CLASS,
-    DATA,
-    ENGINE,
-    FILES,
-    FOLDS,
-    FUNCTIONS,
-    GAN,
-    GPT,
-    LOSS_IN_FORWARD,
-    NO_LOADER,
-    ONE_FUNCTION,
-    SUBSETS,
-    SUMMED,
-    WITH_ENGINE,
+from scripts_to_port import (
+    AUGMENTATION_SCRIPT,
+    CARRIED_STATE_SCRIPT,
+    CARRIED_STATE_WITH_LOADER_SCRIPT,
+    CROSS_VALIDATION_SCRIPT,
+    ENGINE_MODULE,
+    FIT_FUNCTION_SCRIPT,
+    FUNCTIONS_SCRIPT,
+    GAN_SCRIPT,
+    GPT_SCRIPT,
+    IMPORTS_AND_DATA,
+    LOSS_IN_FORWARD_SCRIPT,
+    MANUAL_UPDATE_SCRIPT,
+    NO_LOADER_SCRIPT,
+    OUTPUT_FILES_SCRIPT,
+    SCRIPT_WITH_ENGINE,
+    SUBSET_SAMPLER_SCRIPT,
+    SUMMED_LOSS_SCRIPT,
+    TRAINER_CLASS_SCRIPT,
 )
 
 pytestmark = pytest.mark.integration
 
 STYLES = {
-    "functions": FUNCTIONS,
-    "one_function": ONE_FUNCTION,
-    "class": CLASS,
-    "no_loader": NO_LOADER,
-    "summed": SUMMED,
-    "folds": FOLDS,
-    "gan": GAN,
-    "by_hand": BY_HAND,
-    "loss_in_forward": LOSS_IN_FORWARD,
-    "carried": CARRIED,
-    "carried_from_loader": CARRIED_FROM_LOADER,
-    "subsets": SUBSETS,
+    "functions": FUNCTIONS_SCRIPT,
+    "one_function": FIT_FUNCTION_SCRIPT,
+    "class": TRAINER_CLASS_SCRIPT,
+    "no_loader": NO_LOADER_SCRIPT,
+    "summed": SUMMED_LOSS_SCRIPT,
+    "folds": CROSS_VALIDATION_SCRIPT,
+    "gan": GAN_SCRIPT,
+    "by_hand": MANUAL_UPDATE_SCRIPT,
+    "loss_in_forward": LOSS_IN_FORWARD_SCRIPT,
+    "carried": CARRIED_STATE_SCRIPT,
+    "carried_from_loader": CARRIED_STATE_WITH_LOADER_SCRIPT,
+    "subsets": SUBSET_SAMPLER_SCRIPT,
 }
 
 
@@ -73,7 +73,7 @@ def test_port_is_equivalent(tmp_path: Path, style: str) -> None:
 
 def test_files_are_written_by_rank_0_only(tmp_path: Path) -> None:
     """Only rank 0 writes. Other ranks write to the null device or wait."""
-    best = port_script_text(tmp_path, FILES, (2,)).best
+    best = port_script_text(tmp_path, OUTPUT_FILES_SCRIPT, (2,)).best
     assert best.is_equal
     assert not best.differing_lines
     assert not best.doubts
@@ -91,14 +91,14 @@ def test_files_are_written_by_rank_0_only(tmp_path: Path) -> None:
 
 def test_each_rank_has_its_own_augmentation(tmp_path: Path) -> None:
     """Each rank has its own random numbers for augmentation and dropout."""
-    best = port_script_text(tmp_path, AUGMENTED, (2,)).best
+    best = port_script_text(tmp_path, AUGMENTATION_SCRIPT, (2,)).best
     assert best.is_equal, best.comparisons
     assert (
         "        random.seed(torch.initial_seed())\n        np.random.seed(torch.initial_seed() % 2**32)\n" in best.text
     )
     assert "ddp_net = parallel(net)\n    own_noise()\n" in best.text
     # The loop's own random numbers have to be equal on all ranks: they may decide about a step.
-    script_with_random_steps = AUGMENTED.replace(
+    script_with_random_steps = AUGMENTATION_SCRIPT.replace(
         "        opt.step()\n", "        if random.random() < 0.9:\n            opt.step()\n"
     )
     best = port_script_text(tmp_path, script_with_random_steps, (2,)).best
@@ -109,8 +109,8 @@ def test_each_rank_has_its_own_augmentation(tmp_path: Path) -> None:
 def test_training_loop_in_another_file_is_ported(tmp_path: Path) -> None:
     """Without --with it is refused. With it both files are ported."""
     script, engine = tmp_path / "train.py", tmp_path / "engine.py"
-    script.write_text(WITH_ENGINE)
-    engine.write_text(ENGINE)
+    script.write_text(SCRIPT_WITH_ENGINE)
+    engine.write_text(ENGINE_MODULE)
     with pytest.raises(NotPortedError, match="--with"):
         port_script([str(script)], (2,), 120.0)
     result = port_script([str(script)], (3,), 120.0, other=engine)
@@ -126,7 +126,7 @@ def test_training_loop_in_another_file_is_ported(tmp_path: Path) -> None:
 def test_port_to_fsdp_is_equivalent(tmp_path: Path) -> None:
     """A port without the weights of the ranks' losses is detected."""
     script = tmp_path / "train.py"
-    script.write_text(GPT)
+    script.write_text(GPT_SCRIPT)
     result = port_script([str(script)], (2, 3), 120.0, target="fsdp")
     best = result.best
     assert best.is_equal, [comparison.difference for comparison in best.comparisons]
@@ -142,7 +142,7 @@ def test_port_to_fsdp_is_equivalent(tmp_path: Path) -> None:
         assert not check_ported(host, tmp_path / "wrong.py", (2,)).best.is_equal
 
 
-CONTRASTIVE = SUMMED.replace(
+CONTRASTIVE = SUMMED_LOSS_SCRIPT.replace(
     "loss = ((recon - batch) ** 2).sum() + 0.1 * recon.abs().sum()",
     "loss = F.cross_entropy(recon @ batch.T, torch.arange(len(batch)))",
 )
@@ -166,9 +166,9 @@ def test_contrastive_loss_with_inputs_is_not_equivalent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script_text", "line", "reason"),
     [
-        (DATA + "import torch.distributed as dist\ndist.init_process_group('gloo')\n", 11, "audit"),
+        (IMPORTS_AND_DATA + "import torch.distributed as dist\ndist.init_process_group('gloo')\n", 11, "audit"),
         (
-            DATA
+            IMPORTS_AND_DATA
             + "class Stream(torch.utils.data.IterableDataset):\n"
             + "    def __iter__(self):\n        return iter(zip(x, y))\n\n"
             + "m = nn.Linear(6, 2)\no = torch.optim.SGD(m.parameters(), lr=0.1)\n"
@@ -177,7 +177,7 @@ def test_contrastive_loss_with_inputs_is_not_equivalent(tmp_path: Path) -> None:
             16,
             "stream",
         ),
-        (DATA + "print(x.mean())\n", 1, "nothing trains"),
+        (IMPORTS_AND_DATA + "print(x.mean())\n", 1, "nothing trains"),
     ],
     ids=["distributed", "stream", "trains-nothing"],
 )

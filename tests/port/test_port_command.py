@@ -12,7 +12,7 @@ from everyrank.port.check import PortComparison
 from everyrank.port.helpers import helper_text
 from everyrank.port.source import Edit
 from everyrank.report.port import port_page
-from processes import refused
+from processes import refusal_message
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_invalid_options_are_named_in_the_error(
     """The error is one line and the exit code is 2."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import torch\n")
-    assert expected_text in refused(capsys, "port", *options, "train.py")
+    assert expected_text in refusal_message(capsys, "port", *options, "train.py")
 
 
 def test_page_escapes_html_and_shows_script_and_port() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from everyrank.port import audit_port, check_ported, port_script
 from everyrank.rerun import ScriptHost
-from porting import FUNCTIONS
+from scripts_to_port import FUNCTIONS_SCRIPT
 
 pytestmark = pytest.mark.integration
 
@@ -77,7 +77,7 @@ WITH_DROPOUT = {
     *("training batches not split", "order of its own on each rank"),  # no mistakes without random numbers
 }
 # BatchNorm1d fails with one sample. On the CPU its statistics are local to a rank.
-SCRIPT = FUNCTIONS.replace("nn.BatchNorm1d(8), ", "")
+SCRIPT = FUNCTIONS_SCRIPT.replace("nn.BatchNorm1d(8), ", "")
 
 
 @contextlib.contextmanager

@@ -10,17 +10,17 @@ import pytest
 from everyrank.cli import main
 from everyrank.commands.port_workload import verify_file
 from everyrank.port import NotPortedError, WorkloadResult, port_to_workload
-from porting import (
-    BY_HAND,
-    CARRIED_FROM_LOADER,
-    CLASS,
-    DATA,
-    FOLDS,
-    GAN,
-    LOSS_IN_FORWARD,
-    NO_LOADER,
-    ONE_FUNCTION,
-    SUMMED,
+from scripts_to_port import (
+    CARRIED_STATE_WITH_LOADER_SCRIPT,
+    CROSS_VALIDATION_SCRIPT,
+    FIT_FUNCTION_SCRIPT,
+    GAN_SCRIPT,
+    IMPORTS_AND_DATA,
+    LOSS_IN_FORWARD_SCRIPT,
+    MANUAL_UPDATE_SCRIPT,
+    NO_LOADER_SCRIPT,
+    SUMMED_LOSS_SCRIPT,
+    TRAINER_CLASS_SCRIPT,
 )
 
 SCRIPT_WITH_MAIN = """import argparse
@@ -173,7 +173,7 @@ if __name__ == "__main__":
 """
 
 PER_UPDATE = (
-    DATA
+    IMPORTS_AND_DATA
     + """
 epochs = 2
 model = nn.Linear(6, 2)
@@ -243,7 +243,7 @@ def test_script_without_main_guard_is_copied_into_the_workload(tmp_path: Path) -
 
 
 CLOSURE = (
-    DATA
+    IMPORTS_AND_DATA
     + """
 model = nn.Linear(6, 2)
 optimizer = torch.optim.LBFGS(model.parameters())
@@ -266,19 +266,19 @@ LOSS_FROM_LAST_BATCH = PER_UPDATE.replace("loader = ", "past = 0.0\nloader = ").
 @pytest.mark.parametrize(
     ("script_text", "line", "reason"),
     [
-        (GAN, "optG = ", "a second optimizer"),
-        (BY_HAND, "loss.backward()", "no torch optimizer"),
-        (NO_LOADER, "loss.backward()", "TensorDataset"),
-        (CARRIED_FROM_LOADER, "for (steps,) in DataLoader", "a new loader in each epoch"),
+        (GAN_SCRIPT, "optG = ", "a second optimizer"),
+        (MANUAL_UPDATE_SCRIPT, "loss.backward()", "no torch optimizer"),
+        (NO_LOADER_SCRIPT, "loss.backward()", "TensorDataset"),
+        (CARRIED_STATE_WITH_LOADER_SCRIPT, "for (steps,) in DataLoader", "a new loader in each epoch"),
         (LOSS_FROM_LAST_BATCH, "loss = criterion", "carried from batch to batch"),
-        (FOLDS, "opt = ", "trains several times"),
+        (CROSS_VALIDATION_SCRIPT, "opt = ", "trains several times"),
         (
             PER_UPDATE.replace("model(inputs.view(-1, 6))", "model(inputs + torch.randn(len(inputs), 6))"),
             "loss = criterion",
             "random numbers",
         ),
         (CLOSURE, "optimizer = ", "LBFGS"),
-        (CLASS, "loss.backward()", "a method"),
+        (TRAINER_CLASS_SCRIPT, "loss.backward()", "a method"),
         (
             PER_UPDATE.replace(
                 "epoch in range(epochs):", "epoch in range(epochs):\n    loader.dataset.tensors[0].mul_(0.9)"
@@ -304,7 +304,7 @@ def test_unsupported_script_is_refused_with_its_line(tmp_path: Path, script_text
 
 def test_masked_reduction_of_a_loss_is_detected(tmp_path: Path) -> None:
     """The loss is the mean over the targets that are not masked."""
-    result = port_text_to_workload(tmp_path, LOSS_IN_FORWARD)
+    result = port_text_to_workload(tmp_path, LOSS_IN_FORWARD_SCRIPT)
     assert result.comparison.is_equal, result.difference
     assert result.choice.reduction == "masked"
 
@@ -315,7 +315,7 @@ def test_another_reduction_is_tried_if_verify_reports_a_difference(tmp_path: Pat
     def verify(file: Path) -> str:
         return "" if "first_row" in file.read_text() else "DIFFERENT: update 0, loss"
 
-    assert port_text_to_workload(tmp_path, SUMMED, verify=verify).choice.reduction == "sum"
+    assert port_text_to_workload(tmp_path, SUMMED_LOSS_SCRIPT, verify=verify).choice.reduction == "sum"
 
 
 def test_evaluation_that_differs_is_left_out(tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_evaluation_that_differs_is_left_out(tmp_path: Path) -> None:
 def test_workload_that_fails_verify_is_not_equivalent(tmp_path: Path) -> None:
     """The script and the workload are equal on one rank. The difference on two ranks is reported."""
     result = port_text_to_workload(
-        tmp_path, ONE_FUNCTION, verify=lambda _: "DIFFERENT: update 2, tensor layers.0.weight"
+        tmp_path, FIT_FUNCTION_SCRIPT, verify=lambda _: "DIFFERENT: update 2, tensor layers.0.weight"
     )
     assert not result.is_equal
     assert "tensor layers.0.weight" in result.difference
@@ -394,6 +394,6 @@ def test_ported_workload_is_verified_and_trains_with_fsdp(
 @pytest.mark.integration
 def test_summed_loss_is_equivalent_on_two_ranks(tmp_path: Path) -> None:
     """The loss is a sum over the samples of a batch."""
-    result = port_text_to_workload(tmp_path, SUMMED, verify=verify_file)
+    result = port_text_to_workload(tmp_path, SUMMED_LOSS_SCRIPT, verify=verify_file)
     assert result.is_equal, result.difference
     assert result.choice.reduction == "sum"

@@ -11,7 +11,7 @@ import pytest
 
 from forkserver import ForkServer
 from recipes import test_recipes
-from recipes.test_recipes import DIGITS, NUM_ROWS, beside, read, text_of, typed, write_digits
+from recipes.test_recipes import DIGITS, NUM_ROWS, parse_output, recipe_text, run_commands, write_digits, write_recipe
 
 pytestmark = pytest.mark.integration
 
@@ -23,8 +23,8 @@ COMMAND = f"python {NAME}.py --trainers 3 --replay --float64"
 def _forked_programs(python: ForkServer) -> Iterator[None]:
     """Start the recipe's processes through the fork server."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_recipes, "PROGRAMS", python.programs)
-        patch.setitem(test_recipes.OURS, "PYTHON_EXEC", str(python.programs / "python"))
+        patch.setattr(test_recipes, "PROGRAM_FOLDER", python.programs)
+        patch.setitem(test_recipes.COMMAND_ENVIRONMENT, "PYTHON_EXEC", str(python.programs / "python"))
         yield
 
 
@@ -32,13 +32,13 @@ def run_recipe(
     folder: Path, *changes: tuple[str, str], status: int = 0, num_rows: int = NUM_ROWS
 ) -> subprocess.CompletedProcess[str]:
     """Run the recipe after these replacements in its text."""
-    text = text_of(NAME)
+    text = recipe_text(NAME)
     for before, after in changes:
-        assert text.count(before) == 1, f"it has changed; {before!r} no longer fits"
+        assert text.count(before) == 1, f"{NAME} has changed; {before!r} no longer fits"
         text = text.replace(before, after)
-    beside(folder, NAME, text)
+    write_recipe(folder, NAME, text)
     write_digits(folder, num_rows)
-    return typed(folder, COMMAND, status)
+    return run_commands(folder, COMMAND, status)
 
 
 def replay_distance(result: subprocess.CompletedProcess[str]) -> float:
@@ -49,10 +49,10 @@ def replay_distance(result: subprocess.CompletedProcess[str]) -> float:
 
 
 def test_training_converges_and_its_replay_is_exact(tmp_path: Path) -> None:
-    """Every update of every trainer is made. The same events in one process give the same parameters."""
+    """Every trainer makes all its updates. The same events in one process give the same parameters."""
     result = run_recipe(tmp_path, num_rows=len(DIGITS))
-    output = read(result.stdout)
-    assert len(output.losses) == 4 * 3 * 15  # epochs, trainers, batches of each
+    output = parse_output(result.stdout)
+    assert len(output.losses) == 4 * 3 * 15  # epochs, trainers, batches of each trainer
     assert sum(output.losses[-12:]) < 0.4 * sum(output.losses[:12])
     assert output.numbers["top1"] > 0.8
     assert replay_distance(result) <= 1e-12
@@ -67,9 +67,9 @@ def test_training_converges_and_its_replay_is_exact(tmp_path: Path) -> None:
     ids=["another version", "an update is lost"],
 )
 def test_replay_after_a_mutation_differs(tmp_path: Path, before: str, after: str) -> None:
-    """The comparison can fail."""
+    """The server drops an update, or a trainer uses other parameters than the replay. The comparison detects both."""
     changes = [(before, after)]
-    if "losses" in after:  # only the server loses an update: the replay starts at nine
+    if "losses" in after:  # only the server loses an update, because the replay starts with nine losses
         changes = [
             (before, after),
             ("replayed, pulled = Server(model), {}", "replayed, pulled = Server(model), {}; replayed.losses = [0] * 9"),
@@ -85,15 +85,15 @@ KILL_TRAINER_1 = (
 
 
 def test_other_trainers_continue_when_one_is_killed(tmp_path: Path) -> None:
-    """One of three trainers ends by SIGKILL after its first push. A line reports it, and all other updates are made."""
+    """One of three trainers ends by SIGKILL after its first push. A line reports it, and the others continue."""
     result = run_recipe(tmp_path, KILL_TRAINER_1)
     assert f"{NAME}.py: trainer 1 died (-9); the others continued" in result.stderr
-    assert len(read(result.stdout).losses) == 2 * 16 + 1
+    assert len(parse_output(result.stdout).losses) == 2 * 16 + 1
     assert replay_distance(result) <= 1e-12
 
 
 def test_trainers_end_when_the_server_is_killed_by_sigkill(tmp_path: Path) -> None:
-    """The server ends at its tenth event. Each trainer reports it and ends. `typed` waits for all of them."""
+    """The server ends at its tenth event. Each trainer reports it and ends. `run_commands` waits for all."""
     kill_server = (
         "            self.flat.grad = message\n",
         "            self.flat.grad = message\n            len(self.events) > 9 and os.kill(os.getpid(), 9)\n",

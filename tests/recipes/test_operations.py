@@ -1,4 +1,4 @@
-"""The recipes that show operations and train nothing. They check each result, and a wrong result gives status 1."""
+"""The recipes that show operations without training. They check each result. A wrong result gives exit status 1."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from processes import Cli, Done, by_hand
-from recipes.test_recipes import OPERATIONS, RECIPES, _forked_programs, beside, refusal
+from processes import Cli, EndedRanks, rank_environment
+from recipes.test_recipes import OPERATION_RECIPES, RECIPES_FOLDER, _forked_programs, refusal_line, write_recipe
 
 pytestmark = pytest.mark.integration
 
 __all__ = ["_forked_programs"]
 
-# The number of results that all ranks check by world size, and some of the output of rank 0.
-RESULTS = {
+# The number of results that all ranks check, by recipe and world size.
+NUM_RESULTS = {
     "point_to_point": {2: 14, 3: 20, 4: 26},
     "collectives": {1: 21, 2: 39, 3: 57, 4: 75},
     "process_groups": {1: 17, 2: 29, 3: 45, 4: 57},
 }
+# Some lines that rank 0 prints in a run on four ranks.
 EXPECTED_OUTPUT = {
     "point_to_point": ["came back as 3", "rank 1 received 200 first", "1000 numbers of rank 3"],
     "collectives": [
@@ -44,7 +45,7 @@ MISTAKES = [
     ("point_to_point", 2, "tensor([rank**2])", "tensor([rank * 2])", "answers by rank"),
     (
         "point_to_point",
-        3,  # the opposite direction
+        3,  # sends in the opposite direction
         "P2POp(dist.isend, sent, (rank + 1) % world_size),\n        dist.P2POp(dist.irecv, received, (rank - 1)",
         "P2POp(dist.isend, sent, (rank - 1) % world_size),\n        dist.P2POp(dist.irecv, received, (rank + 1)",
         "received in the batch",
@@ -95,27 +96,27 @@ MISTAKES = [
         "/ len(batch)",
         "/ len(local_batch)",
         "too much for rounding",
-    ),  # the sum of the means of each rank
+    ),  # uses the sum of the means of each rank
 ]
 
 
-def start_recipe(cli: Cli, folder: Path, name: str, size: int) -> Done:
-    """Run the recipe on ranks."""
+def run_on_ranks(cli: Cli, folder: Path, name: str, size: int) -> EndedRanks:
+    """Run the recipe on `size` ranks, and return how they ended."""
     return cli.on_ranks(folder, size=size, script=f"{name}.py")
 
 
-@pytest.mark.parametrize(("name", "size"), [(name, size) for name in RESULTS for size in RESULTS[name]])
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name in NUM_RESULTS for size in NUM_RESULTS[name]])
 def test_every_result_is_checked_and_correct(cli: Cli, tmp_path: Path, name: str, size: int) -> None:
-    beside(tmp_path, name)
-    result = start_recipe(cli, tmp_path, name, size)
+    write_recipe(tmp_path, name)
+    result = run_on_ranks(cli, tmp_path, name, size)
     assert result.status == 0, result.err
-    assert result.out.splitlines()[-1].strip() == f"{RESULTS[name][size]} results on {size} ranks, all correct"
+    assert result.out.splitlines()[-1].strip() == f"{NUM_RESULTS[name][size]} results on {size} ranks, all correct"
     if size == 4:
         assert all(text in result.out for text in EXPECTED_OUTPUT[name])
 
 
 def test_all_recipes_with_operations_are_tested() -> None:
-    assert set(RESULTS) == set(EXPECTED_OUTPUT) == OPERATIONS
+    assert set(NUM_RESULTS) == set(EXPECTED_OUTPUT) == OPERATION_RECIPES
 
 
 @pytest.mark.parametrize(("name", "size", "before", "after", "message"), MISTAKES)
@@ -123,10 +124,10 @@ def test_wrong_result_ends_the_recipe(
     cli: Cli, tmp_path: Path, name: str, size: int, before: str, after: str, message: str
 ) -> None:
     """The rank with the wrong result exits with status 1 and prints it."""
-    text = (RECIPES / f"{name}.py").read_text()
+    text = (RECIPES_FOLDER / f"{name}.py").read_text()
     assert text.count(before) == 1, f"{name} has changed; its mutation no longer fits"
-    beside(tmp_path, name, text.replace(before, after))
-    result = start_recipe(cli, tmp_path, name, size)
+    write_recipe(tmp_path, name, text.replace(before, after))
+    result = run_on_ranks(cli, tmp_path, name, size)
     assert 1 in result.statuses
     assert "all correct" not in result.out
     errors = "".join((tmp_path / f"rank{rank}.err").read_text() for rank in range(size))
@@ -137,13 +138,13 @@ def test_wrong_result_ends_the_recipe(
     ("name", "variables", "message"),
     [
         ("point_to_point", {}, "got 0: start it with torchrun"),
-        ("point_to_point", by_hand(0, "1", 1), "got 1: start it with torchrun"),
+        ("point_to_point", rank_environment(0, "1", 1), "got 1: start it with torchrun"),
         ("collectives", {}, "start it with torchrun"),
         ("process_groups", {}, "start it with torchrun"),
     ],
 )
 def test_start_without_torchrun_is_refused(tmp_path: Path, name: str, variables: dict[str, str], message: str) -> None:
-    beside(tmp_path, name)
-    line = refusal(tmp_path, f"python {name}.py", **variables)
+    write_recipe(tmp_path, name)
+    line = refusal_line(tmp_path, f"python {name}.py", **variables)
     assert line.startswith(f"{name}.py: ")
     assert message in line

@@ -29,19 +29,19 @@ import everyrank
 from everyrank import Record, read_records
 from everyrank.cli import main
 from forkserver import ForkServer
-from processes import LOOPBACK, Cli, by_hand, free_port
+from processes import LOOPBACK, Cli, free_port, rank_environment
 
 pytestmark = pytest.mark.integration
 
 PACKAGE = Path(everyrank.__file__).parent
-RECIPES = PACKAGE / "recipes"
-SHARED = RECIPES / "shared"
-PROGRAMS = Path(sys.executable).parent  # `python` and `torchrun`
-OURS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}  # environment variables of each command
-ALL = sorted(path.stem for path in RECIPES.glob("*.py") if not path.stem.startswith("_"))
-# recipes with their own launcher, which are tested in tests/integration
-NEEDS = {"slurm": "srun", "mpi": "mpirun", "ray_actors": "Ray", "horovod_ddp": "horovodrun"}
-ALONE = {  # recipes with their own network: each is compared with this recipe in one process
+RECIPES_FOLDER = PACKAGE / "recipes"
+SHARED_FOLDER = RECIPES_FOLDER / "shared"
+PROGRAM_FOLDER = Path(sys.executable).parent  # `python` and `torchrun`
+COMMAND_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}  # for each command of a recipe
+ALL_RECIPES = sorted(path.stem for path in RECIPES_FOLDER.glob("*.py") if not path.stem.startswith("_"))
+# These recipes need their own launcher, and are tested in tests/integration.
+REQUIRED_LAUNCHERS = {"slurm": "srun", "mpi": "mpirun", "ray_actors": "Ray", "horovod_ddp": "horovodrun"}
+SINGLE_PROCESS_REFERENCES = {  # these recipes have their own network; each is compared with this recipe in one process
     "tensor": "tensor",
     "fsdp_tensor": "tensor",
     "fsdp": "tensor",
@@ -50,11 +50,13 @@ ALONE = {  # recipes with their own network: each is compared with this recipe i
     "contrastive": "contrastive",
     "expert": "expert",
 }
-REPLAYED = {"parameter_server_async"}  # equivalent to no layout: tests/recipes/test_asynchronous.py
-OPERATIONS = {"point_to_point", "collectives", "process_groups"}  # without training: tests/recipes/test_operations.py
-COMPRESSED = {"ddp_compressed"}  # with rounded gradients: tests/recipes/test_compressed.py
-RPC_ONLY = {"ddp_rpc", "rpc_rnn", "rpc_reinforcement"}  # also with their own network: tests/recipes/test_rpc.py
-# maximum number of lines; it is 175 for the other recipes
+REPLAYED_RECIPES = {"parameter_server_async"}  # equivalent to no layout: tests/recipes/test_asynchronous.py
+# These recipes show operations without training. tests/recipes/test_operations.py tests them.
+OPERATION_RECIPES = {"point_to_point", "collectives", "process_groups"}
+COMPRESSED_RECIPES = {"ddp_compressed"}  # with rounded gradients: tests/recipes/test_compressed.py
+# tests/recipes/test_rpc.py tests these recipes.
+RPC_RECIPES_WITH_OWN_NETWORK = {"ddp_rpc", "rpc_rnn", "rpc_reinforcement"}
+# The maximum number of lines. For the other recipes it is 175.
 MAX_LINES = {
     "collectives": 280,
     "context": 245,
@@ -70,22 +72,32 @@ MAX_LINES = {
     "rpc_pipeline": 195,
     "rpc_reinforcement": 195,
 }
-TESTED_ELSEWHERE = {"imagenet_ddp", "ddp_uneven", *NEEDS, *ALONE, *OPERATIONS, *COMPRESSED, *REPLAYED, *RPC_ONLY}
-NAMES = [name for name in ALL if name not in TESTED_ELSEWHERE]  # imagenet_ddp reads images; its tests are at the end
+TESTED_ELSEWHERE = {
+    "imagenet_ddp",
+    "ddp_uneven",
+    *REQUIRED_LAUNCHERS,
+    *SINGLE_PROCESS_REFERENCES,
+    *OPERATION_RECIPES,
+    *COMPRESSED_RECIPES,
+    *REPLAYED_RECIPES,
+    *RPC_RECIPES_WITH_OWN_NETWORK,
+}
+# imagenet_ddp reads images. Its tests are at the end of this file.
+COMPARED_WITH_LIBRARY = [name for name in ALL_RECIPES if name not in TESTED_ELSEWHERE]
 DIGITS = gzip.decompress((PACKAGE / "builtin" / "digits.csv.gz").read_bytes()).splitlines(keepends=True)
 # The recipes read the first rows: 365 for training and 91 for validation. 2, 3 and 4 ranks do not divide these numbers.
 # An epoch has 6 updates, the last with 45 samples.
 NUM_ROWS = 456
-# These read all 1,797 rows, because their headers name updates of the second epoch.
-READS_ALL_ROWS = {"checkpoint_resume", "elastic_torchrun"}
+# These recipes read all 1,797 rows, because their headers name updates of the second epoch.
+RECIPES_WITH_ALL_ROWS = {"checkpoint_resume", "elastic_torchrun"}
 # Recipes with their own data are shortened by replacements, in the distributed and in the single-process run.
 SHORTENING = {
     "context": [("UPDATES = 40", "UPDATES = 12"), (".encode()))", ".encode()[:40_000]))")],
     "rpc_rnn": [("UPDATES = 60", "UPDATES = 12"), (".encode()))", ".encode()[:80_000]))")],
 }
 
-# The equivalent layout. Recipes are compared in float64. Low precision has its own test.
-LAYOUTS = {
+# The equivalent layout of each recipe. Recipes are compared in float64. Low precision has its own test.
+EQUIVALENT_LAYOUTS = {
     "single": "single:precision=float64",
     "dataparallel": "single:precision=float64",
     "ddp_spawn": "ddp:precision=float64",
@@ -179,7 +191,7 @@ MUTATIONS = {
     ),  # ring attention assumes the order of local_positions
 }
 
-BATCH_NORM = {"ddp_syncbn"}  # the other recipes have group norm
+BATCH_NORM_RECIPES = {"ddp_syncbn"}  # the other recipes have group norm
 
 # More mistakes in recipes with more manual code.
 MORE_MUTATIONS = [
@@ -268,8 +280,8 @@ MORE_MUTATIONS = [
     ),
 ]
 
-# Different numbers of ranks, or other commands of the headers: (recipe, ranks, replacement in the text).
-OTHER_STARTS = [
+# Numbers of ranks that the headers do not use: (recipe, ranks, replacement in the text).
+OTHER_NUMBERS_OF_RANKS = [
     ("ddp_syncbn", 4, ("", "")),
     ("weighted_sampler", 3, ("", "")),
     ("ddp_torchrun", 4, ("", "")),  # 4 ranks do not divide the samples
@@ -309,26 +321,27 @@ SRUN_TASK |= {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_ID": 
 def _forked_programs(python: ForkServer) -> Iterator[None]:
     """Replace `python` and `torchrun` by programs of the fork server, which start quickly."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "PROGRAMS", python.programs)
-        patch.setitem(OURS, "PYTHON_EXEC", str(python.programs / "python"))  # torchrun starts its ranks by it
+        patch.setitem(globals(), "PROGRAM_FOLDER", python.programs)
+        # torchrun starts its ranks with PYTHON_EXEC
+        patch.setitem(COMMAND_ENVIRONMENT, "PYTHON_EXEC", str(python.programs / "python"))
         yield
 
 
 @dataclass(frozen=True)
-class Printed:
+class RecipeOutput:
     """The output of a recipe: losses by update, and the named numbers at the end."""
 
     losses: list[float]
     numbers: dict[str, float]
 
 
-BY_THE_LIBRARY = """
+DIGITS_WORKLOAD = """
 from pathlib import Path
 from everyrank.builtin import digits
 
 digits.DATA = Path(__file__).with_name("digits.csv.gz")
 workload = digits.workload(norm="{norm}", epochs=2)
-{more}
+{more_code}
 """
 MORE_WORKLOAD_CODE = {
     "weighted_sampler": """
@@ -339,18 +352,21 @@ workload = dataclasses.replace(workload, weights=lambda: 1 / labels.bincount()[l
 }
 
 
-def library(cli: Cli, name: str) -> Record:
-    """Return the record of the same training by the library, on the same samples."""
-    norm = "batch" if name in BATCH_NORM else "group"
-    num_rows = len(DIGITS) if name in READS_ALL_ROWS else NUM_ROWS
-    return by_the_library(cli, LAYOUTS[name], num_rows, norm, MORE_WORKLOAD_CODE.get(name, ""))
+def equivalent_record(cli: Cli, name: str) -> Record:
+    """Return the record of the equivalent layout, trained by the library on the same samples."""
+    norm = "batch" if name in BATCH_NORM_RECIPES else "group"
+    num_rows = len(DIGITS) if name in RECIPES_WITH_ALL_ROWS else NUM_ROWS
+    return digits_record(cli, EQUIVALENT_LAYOUTS[name], num_rows, norm, MORE_WORKLOAD_CODE.get(name, ""))
 
 
 @cache
-def by_the_library(cli: Cli, layout: str, num_rows: int, norm: str = "group", more: str = "") -> Record:
-    """Return the record of the digits workload under a layout."""
+def digits_record(cli: Cli, layout: str, num_rows: int, norm: str = "group", more_code: str = "") -> Record:
+    """Train the digits workload under a layout with the library, and return the record.
+
+    `more_code` changes the workload.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "workload.py").write_text(BY_THE_LIBRARY.format(norm=norm, more=more))
+        (Path(folder) / "workload.py").write_text(DIGITS_WORKLOAD.format(norm=norm, more_code=more_code))
         write_digits(Path(folder), num_rows)
         record = train_workload(cli, Path(folder), layout, size=1 if layout.startswith("single") else 2)
     num_samples = num_rows - num_rows // 5
@@ -359,7 +375,7 @@ def by_the_library(cli: Cli, layout: str, num_rows: int, norm: str = "group", mo
 
 
 def train_workload(cli: Cli, folder: Path, layout: str, size: int) -> Record:
-    """Train the workload file in that folder with the library."""
+    """Train the workload file in that folder with the library, and return the record."""
     result = cli.on_ranks(
         folder, "train", "workload.py", "--layout", layout, "--save-every", "0", "--out", "out", size=size
     )
@@ -372,39 +388,39 @@ def write_digits(folder: Path, num_rows: int) -> None:
     (folder / "digits.csv.gz").write_bytes(gzip.compress(b"".join(DIGITS[:num_rows]), 1))
 
 
-def text_of(name: str) -> str:
+def recipe_text(name: str) -> str:
     """Return the text of a recipe, shortened if it has its own data."""
-    text = (RECIPES / f"{name}.py").read_text()
+    text = (RECIPES_FOLDER / f"{name}.py").read_text()
     for before, after in SHORTENING.get(name, []):
         assert text.count(before) == 1
         text = text.replace(before, after)
     return text
 
 
-def beside(folder: Path, name: str, text: str = "") -> None:
-    """Write the recipe, or this text of it, into the folder, with the files that it imports and its data."""
-    (folder / f"{name}.py").write_text(text or text_of(name))
-    for module in SHARED.glob("*.py"):
+def write_recipe(folder: Path, name: str, text: str = "") -> None:
+    """Write the recipe into the folder, with the files that it imports and its data. `text` replaces its own text."""
+    (folder / f"{name}.py").write_text(text or recipe_text(name))
+    for module in SHARED_FOLDER.glob("*.py"):
         (folder / module.name).write_text(module.read_text())
-    write_digits(folder, len(DIGITS) if name in READS_ALL_ROWS else NUM_ROWS)
+    write_digits(folder, len(DIGITS) if name in RECIPES_WITH_ALL_ROWS else NUM_ROWS)
 
 
-def printed(cli: Cli, folder: Path, name: str, text: str) -> Printed:
-    """Run a recipe next to its data, with the commands in its header."""
-    beside(folder, name, text)
-    commands = in_float64(text)
+def run_recipe(cli: Cli, folder: Path, name: str, text: str) -> RecipeOutput:
+    """Run this text of a recipe with the commands in its header. Return its losses and numbers."""
+    write_recipe(folder, name, text)
+    commands = float64_commands(text)
     if any(command.endswith(" &") or command.startswith("export ") for command in commands):
-        return read(typed(folder, "\n".join(commands)).stdout)  # these lines need one shell
-    return read("".join(output(cli, folder, command) for command in commands))
+        return parse_output(run_commands(folder, "\n".join(commands)).stdout)  # these lines need one shell
+    return parse_output("".join(command_output(cli, folder, command) for command in commands))
 
 
-def in_float64(text: str) -> list[str]:
+def float64_commands(text: str) -> list[str]:
     """Return the commands in the header of a recipe, with --float64 for comparisons."""
     commands = re.findall(r"^Run: (.*)$", text, re.MULTILINE)
     return [re.sub(r"(\.py\b.*?)( &)?$", r"\1 --float64\2", command) for command in commands]
 
 
-def output(cli: Cli, folder: Path, command: str) -> str:
+def command_output(cli: Cli, folder: Path, command: str) -> str:
     """Return the output of a command. Ranks of torchrun are forked."""
     program, *args = shlex.split(command)
     if program == "torchrun":
@@ -413,12 +429,17 @@ def output(cli: Cli, folder: Path, command: str) -> str:
         result = cli.on_ranks(folder, *args[script_index + 1 :], size=size, script=args[script_index])
         assert result.status == 0, result.err
         return result.out
-    return typed(folder, command).stdout
+    return run_commands(folder, command).stdout
 
 
-def typed(folder: Path, commands: str, status: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_commands(folder: Path, commands: str, status: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run shell commands with `python` and the other programs of this environment first on PATH."""
-    environment = {**os.environ, **OURS, "PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}", **variables}
+    environment = {
+        **os.environ,
+        **COMMAND_ENVIRONMENT,
+        "PATH": f"{PROGRAM_FOLDER}{os.pathsep}{os.environ['PATH']}",
+        **variables,
+    }
     commands = re.sub(r"\b2951\d\b", free_port(), commands)  # another test may use the port of the header
     shell = subprocess.Popen(
         ["/bin/sh", "-e"],
@@ -440,19 +461,22 @@ def typed(folder: Path, commands: str, status: int = 0, **variables: str) -> sub
     return subprocess.CompletedProcess(commands, shell.returncode, out, err)
 
 
-def read(stdout: str) -> Printed:
-    """Return the printed losses. If an update was repeated after a checkpoint, its later loss counts."""
+def parse_output(stdout: str) -> RecipeOutput:
+    """Return the losses and numbers that a recipe has printed.
+
+    If it repeated an update after a checkpoint, the later loss counts.
+    """
     losses_by_update = {
         int(update): float(loss) for update, loss in re.findall(r"^update (\d+) loss (\S+)$", stdout, re.MULTILINE)
     }
     assert sorted(losses_by_update) == list(range(len(losses_by_update)))
     numbers = re.findall(r"^(top1|top5|eval_loss|eval_samples) (\S+)$", stdout, re.MULTILINE)
-    return Printed(
+    return RecipeOutput(
         [losses_by_update[update] for update in sorted(losses_by_update)], {key: float(value) for key, value in numbers}
     )
 
 
-def distance(actual: Printed, record: Record) -> float:
+def difference_from_record(actual: RecipeOutput, record: Record) -> float:
     """Return the largest relative difference of a loss, or inf if a number of the validation differs."""
     assert len(actual.losses) == len(record.loss)
     are_equal = round(record.metrics["top1"], 4) == actual.numbers["top1"]
@@ -463,30 +487,35 @@ def distance(actual: Printed, record: Record) -> float:
     return max(differences) if are_equal else float("inf")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COMPARED_WITH_LIBRARY)
 def test_mutation_differs(cli: Cli, tmp_path: Path, name: str) -> None:
     """A mutated recipe still runs, but its numbers differ from those of the library.
 
     The unchanged recipe is compared in tests/integration/test_recipe_commands.py.
     """
-    text = text_of(name)
+    text = recipe_text(name)
     before, after = MUTATIONS[name]
     assert text.count(before) == 1, f"{name} has changed; its mutation no longer fits"
-    assert distance(printed(cli, tmp_path, name, text.replace(before, after)), library(cli, name)) > 1e-9
+    assert (
+        difference_from_record(
+            run_recipe(cli, tmp_path, name, text.replace(before, after)), equivalent_record(cli, name)
+        )
+        > 1e-9
+    )
 
 
 # --- recipes with their own network
 
 
 @cache
-def alone(name: str) -> Printed:
+def single_process_output(name: str) -> RecipeOutput:
     """Return the output of a recipe in one process without a process group."""
     with tempfile.TemporaryDirectory() as folder:
-        beside(Path(folder), name)
-        return read(typed(Path(folder), f"python {name}.py --float64").stdout)
+        write_recipe(Path(folder), name)
+        return parse_output(run_commands(Path(folder), f"python {name}.py --float64").stdout)
 
 
-def gap(actual: Printed, single_process: Printed) -> float:
+def difference_from_output(actual: RecipeOutput, single_process: RecipeOutput) -> float:
     """Return the largest relative difference of a loss or of a number of the validation."""
     assert len(actual.losses) == len(single_process.losses) == 12
     assert actual.numbers.keys() == single_process.numbers.keys() >= {"top1"}
@@ -497,7 +526,7 @@ def gap(actual: Printed, single_process: Printed) -> float:
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-TRANSFORMER = """
+TRANSFORMER_WORKLOAD = """
 import tensor as recipe
 import torch, torch.nn.functional as F
 from everyrank import Workload
@@ -515,37 +544,52 @@ workload = Workload(
 
 def test_recipe_in_one_process_equals_the_library(cli: Cli, tmp_path: Path) -> None:
     """Other recipes are compared with this one. Its network is a workload on one device here."""
-    beside(tmp_path, "tensor")
-    (tmp_path / "workload.py").write_text(TRANSFORMER)
-    assert distance(alone("tensor"), train_workload(cli, tmp_path, "single:precision=float64", size=1)) <= 1e-12
+    write_recipe(tmp_path, "tensor")
+    (tmp_path / "workload.py").write_text(TRANSFORMER_WORKLOAD)
+    assert (
+        difference_from_record(
+            single_process_output("tensor"), train_workload(cli, tmp_path, "single:precision=float64", size=1)
+        )
+        <= 1e-12
+    )
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", SINGLE_PROCESS_REFERENCES)
 def test_mutation_differs_from_one_process(cli: Cli, tmp_path: Path, name: str) -> None:
-    text = text_of(name)
+    text = recipe_text(name)
     before, after = MUTATIONS[name]
     assert text.count(before) == 1, f"{name} has changed; its mutation no longer fits"
-    assert gap(printed(cli, tmp_path, name, text.replace(before, after)), alone(ALONE[name])) > 1e-9
+    assert (
+        difference_from_output(
+            run_recipe(cli, tmp_path, name, text.replace(before, after)),
+            single_process_output(SINGLE_PROCESS_REFERENCES[name]),
+        )
+        > 1e-9
+    )
 
 
-def distance_from_expected(cli: Cli, folder: Path, name: str, text: str) -> float:
-    """Return the distance of a recipe from the library, or from its single-process recipe."""
-    actual = printed(cli, folder, name, text)
-    return gap(actual, alone(ALONE[name])) if name in ALONE else distance(actual, library(cli, name))
+def difference_from_reference(cli: Cli, folder: Path, name: str, text: str) -> float:
+    """Return the difference of a recipe from the library, or from its reference in one process."""
+    actual = run_recipe(cli, folder, name, text)
+    return (
+        difference_from_output(actual, single_process_output(SINGLE_PROCESS_REFERENCES[name]))
+        if name in SINGLE_PROCESS_REFERENCES
+        else difference_from_record(actual, equivalent_record(cli, name))
+    )
 
 
 @pytest.mark.parametrize(("name", "before", "after"), MORE_MUTATIONS)
 def test_more_mutations_differ(cli: Cli, tmp_path: Path, name: str, before: str, after: str) -> None:
-    text = text_of(name)
+    text = recipe_text(name)
     assert text.count(before) == 1, f"{name} has changed; its mutation no longer fits"
-    assert distance_from_expected(cli, tmp_path, name, text.replace(before, after)) > 1e-9
+    assert difference_from_reference(cli, tmp_path, name, text.replace(before, after)) > 1e-9
 
 
-@pytest.mark.parametrize(("name", "size", "change"), OTHER_STARTS)
+@pytest.mark.parametrize(("name", "size", "change"), OTHER_NUMBERS_OF_RANKS)
 def test_different_numbers_of_ranks_are_equal(
     cli: Cli, tmp_path: Path, name: str, size: int, change: tuple[str, str]
 ) -> None:
-    text = text_of(name)
+    text = recipe_text(name)
     assert change[0] in text
     text = re.sub(
         "^Run: .*$",
@@ -554,7 +598,7 @@ def test_different_numbers_of_ranks_are_equal(
         count=1,
         flags=re.MULTILINE,
     )
-    assert distance_from_expected(cli, tmp_path, name, text) <= 1e-12
+    assert difference_from_reference(cli, tmp_path, name, text) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -571,22 +615,24 @@ def test_low_precision_is_low_and_trains(
 
     Later losses are not compared. A ReLU input near zero may change its sign on some processors.
     """
-    text = text_of(name)
+    text = recipe_text(name)
     assert text.count(before) == 1
-    if name in ALONE:
-        beside(tmp_path, ALONE[name])
+    if name in SINGLE_PROCESS_REFERENCES:
+        write_recipe(tmp_path, SINGLE_PROCESS_REFERENCES[name])
         write_digits(tmp_path, len(DIGITS))
-        float64_losses = read(typed(tmp_path, f"python {ALONE[name]}.py --float64").stdout).losses
+        float64_losses = parse_output(
+            run_commands(tmp_path, f"python {SINGLE_PROCESS_REFERENCES[name]}.py --float64").stdout
+        ).losses
     else:
-        float64_losses = by_the_library(cli, LAYOUTS[name], len(DIGITS)).loss
+        float64_losses = digits_record(cli, EQUIVALENT_LAYOUTS[name], len(DIGITS)).loss
     median_differences = []
     for variant in (text, text.replace(before, after)):
-        beside(tmp_path, name, variant)
+        write_recipe(tmp_path, name, variant)
         write_digits(tmp_path, len(DIGITS))
         (tmp_path / "digits.py").write_text(
-            (SHARED / "digits.py").read_text().replace("    if every_update:", "    if True:")
+            (SHARED_FOLDER / "digits.py").read_text().replace("    if every_update:", "    if True:")
         )
-        losses = read(output(cli, tmp_path, f"torchrun --nproc-per-node 2 {name}.py {args}")).losses
+        losses = parse_output(command_output(cli, tmp_path, f"torchrun --nproc-per-node 2 {name}.py {args}")).losses
         assert len(losses) == len(float64_losses)
         median_differences.append(
             statistics.median(abs(a - b) / abs(b) for a, b in zip(losses[:12], float64_losses[:12], strict=True))
@@ -611,21 +657,21 @@ def test_unsupported_number_of_ranks_is_refused(tmp_path: Path, name: str, size:
 
     The others exit with the same status and print nothing.
     """
-    beside(tmp_path, name)
-    line = refusal(tmp_path, f"python {name}.py", **by_hand(0, "1", size))
+    write_recipe(tmp_path, name)
+    line = refusal_line(tmp_path, f"python {name}.py", **rank_environment(0, "1", size))
     assert line.startswith(f"{name}.py: {message}")
     assert str(size) in line
-    assert typed(tmp_path, f"python {name}.py", 2, **by_hand(1, "1", size)).stderr == ""
-    if name not in ALONE or ALONE[name] != name:  # recipes that do not train in one process
-        assert refusal(tmp_path, f"python {name}.py") == line.replace(str(size), "0", 1)
+    assert run_commands(tmp_path, f"python {name}.py", 2, **rank_environment(1, "1", size)).stderr == ""
+    if SINGLE_PROCESS_REFERENCES.get(name) != name:  # this recipe does not train in one process
+        assert refusal_line(tmp_path, f"python {name}.py") == line.replace(str(size), "0", 1)
 
 
 def test_batch_with_fewer_samples_than_ranks_is_refused(tmp_path: Path) -> None:
     """The last of 321 samples is a batch of its own. One of two ranks would have no sample."""
-    beside(tmp_path, "ddp_torchrun")
+    write_recipe(tmp_path, "ddp_torchrun")
     write_digits(tmp_path, 401)
     # torchrun ends ranks that wait for one that has exited
-    result = typed(tmp_path, "torchrun --standalone --nproc-per-node 2 ddp_torchrun.py", 1)
+    result = run_commands(tmp_path, "torchrun --standalone --nproc-per-node 2 ddp_torchrun.py", 1)
     assert "2 ranks share a batch of 1 samples" in result.stderr
     assert not result.stdout
 
@@ -647,45 +693,45 @@ SHARED_MUTATIONS = [
 def test_mutation_of_a_shared_file_differs(
     cli: Cli, tmp_path: Path, file: str, recipe: str, before: str, after: str
 ) -> None:
-    text = (SHARED / f"{file}.py").read_text()
+    text = (SHARED_FOLDER / f"{file}.py").read_text()
     assert text.count(before) == 1
-    beside(tmp_path, recipe)
+    write_recipe(tmp_path, recipe)
     (tmp_path / f"{file}.py").write_text(text.replace(before, after))
-    mutated = read(output(cli, tmp_path, f"torchrun --nproc-per-node 2 {recipe}.py --float64"))
-    if recipe in ALONE:
-        assert gap(mutated, alone(ALONE[recipe])) > 1e-9
+    mutated = parse_output(command_output(cli, tmp_path, f"torchrun --nproc-per-node 2 {recipe}.py --float64"))
+    if recipe in SINGLE_PROCESS_REFERENCES:
+        assert difference_from_output(mutated, single_process_output(SINGLE_PROCESS_REFERENCES[recipe])) > 1e-9
     else:
-        assert distance(mutated, library(cli, recipe)) > 1e-9
+        assert difference_from_record(mutated, equivalent_record(cli, recipe)) > 1e-9
 
 
 def test_local_sgd_that_averages_after_each_update_equals_ddp(cli: Cli, tmp_path: Path) -> None:
-    beside(tmp_path, "local_sgd")
-    actual = read(output(cli, tmp_path, "torchrun --nproc-per-node 2 local_sgd.py --every 1 --float64"))
-    assert distance(actual, library(cli, "ddp_torchrun")) <= 1e-12
+    write_recipe(tmp_path, "local_sgd")
+    actual = parse_output(command_output(cli, tmp_path, "torchrun --nproc-per-node 2 local_sgd.py --every 1 --float64"))
+    assert difference_from_record(actual, equivalent_record(cli, "ddp_torchrun")) <= 1e-12
 
 
 @pytest.mark.parametrize("init_method", ["file", "env"])
 def test_other_init_methods_of_ddp_by_hand(cli: Cli, tmp_path: Path, init_method: str) -> None:
     """The command in the header uses TCP. These tests use a file, and the variables of a launcher without --init."""
-    beside(tmp_path, "ddp_by_hand")
+    write_recipe(tmp_path, "ddp_by_hand")
     command = "python ddp_by_hand.py --float64"
     if init_method == "file":
         commands = [f"{command} --rank {rank} --world-size 2 --init file://{tmp_path}/meeting" for rank in range(2)]
     else:
         variables = f"WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}"
         commands = [f"RANK={rank} {variables} {command}" for rank in range(2)]
-    actual = read(typed(tmp_path, " &\n".join(commands)).stdout)
-    assert distance(actual, library(cli, "ddp_by_hand")) <= 1e-12
+    actual = parse_output(run_commands(tmp_path, " &\n".join(commands)).stdout)
+    assert difference_from_record(actual, equivalent_record(cli, "ddp_by_hand")) <= 1e-12
     assert not list(tmp_path.glob("meeting*"))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ALL_RECIPES)
 def test_recipe_is_standalone(name: str) -> None:
     """A recipe imports only torch, the standard library and the shared files.
 
     It is short and has a command in its header.
     """
-    text = (RECIPES / f"{name}.py").read_text()
+    text = (RECIPES_FOLDER / f"{name}.py").read_text()
     tree = ast.parse(text)
     modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -699,7 +745,7 @@ def test_recipe_is_standalone(name: str) -> None:
     assert all(
         re.search(rf"^{section}  +\S", header, re.MULTILINE) for section in ("Memory", "Communication", "Use when")
     )
-    assert name in OPERATIONS or '"--float64"' in text  # without the flag it runs in float32
+    assert name in OPERATION_RECIPES or '"--float64"' in text  # without the flag it runs in float32
     command = re.search(r"^Run: (?:[A-Z_]+=\S+ )*(\S+) ", header, re.MULTILINE)
     assert command is not None
     assert command[1] in {"python", "torchrun", "export", "srun", "mpirun", "horovodrun"}
@@ -708,10 +754,10 @@ def test_recipe_is_standalone(name: str) -> None:
 # --- errors of recipes that are started by hand
 
 
-def refusal(folder: Path, command: str, **variables: str) -> str:
+def refusal_line(folder: Path, command: str, **variables: str) -> str:
     """Run a command that exits with status 2 at once, and return its only line."""
     start_time = time.monotonic()
-    result = typed(folder, command, 2, **variables)
+    result = run_commands(folder, command, 2, **variables)
     assert time.monotonic() - start_time < 60
     assert not result.stdout
     (line,) = result.stderr.splitlines()
@@ -720,23 +766,23 @@ def refusal(folder: Path, command: str, **variables: str) -> str:
 
 def test_rendezvous_file_of_a_killed_run_is_reported(tmp_path: Path) -> None:
     """Rank 0 is killed while it waits. Both ranks of the next run then name the file, in any order."""
-    beside(tmp_path, "ddp_by_hand")
+    write_recipe(tmp_path, "ddp_by_hand")
     rendezvous_file = tmp_path / "meeting"
     command = f"ddp_by_hand.py --world-size 2 --init file://{rendezvous_file} --rank"
-    process = subprocess.Popen([PROGRAMS / "python", *shlex.split(command), "0"], cwd=tmp_path)
+    process = subprocess.Popen([PROGRAM_FOLDER / "python", *shlex.split(command), "0"], cwd=tmp_path)
     deadline = time.monotonic() + 60
     while not rendezvous_file.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert "in use by another run" in refusal(tmp_path, f"python {command} 0")  # rank 0 still runs
+    assert "in use by another run" in refusal_line(tmp_path, f"python {command} 0")  # rank 0 still runs
     process.kill()
     process.wait()
     for rank in (1, 0):
-        line = refusal(tmp_path, f"python {command} {rank}")
+        line = refusal_line(tmp_path, f"python {command} {rank}")
         assert line.startswith(f"ddp_by_hand.py: {rendezvous_file} ")
         assert "remove it" in line
     rendezvous_file.unlink()
-    typed(tmp_path, f"python {command} 0 &\npython {command} 1")
+    run_commands(tmp_path, f"python {command} 0 &\npython {command} 1")
     assert not list(tmp_path.glob("meeting*"))  # the file and its lock are deleted
 
 
@@ -745,13 +791,13 @@ def test_rendezvous_file_of_a_killed_run_is_reported(tmp_path: Path) -> None:
     [
         ({}, "lacks RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "lacks MASTER_ADDR: "),
-        ({**by_hand(0, "1"), "WORLD_SIZE": "two"}, "WORLD_SIZE=two"),
-        (by_hand(2, "1"), "rank 2 of 2: ranks count from 0 to 1"),
+        ({**rank_environment(0, "1"), "WORLD_SIZE": "two"}, "WORLD_SIZE=two"),
+        (rank_environment(2, "1"), "rank 2 of 2: ranks count from 0 to 1"),
     ],
 )
 def test_incomplete_environment_is_named(tmp_path: Path, change: dict[str, str], message: str) -> None:
-    beside(tmp_path, "ddp_by_hand")
-    assert message in refusal(tmp_path, "python ddp_by_hand.py", **change)
+    write_recipe(tmp_path, "ddp_by_hand")
+    assert message in refusal_line(tmp_path, "python ddp_by_hand.py", **change)
 
 
 @pytest.mark.parametrize(
@@ -766,19 +812,19 @@ def test_incomplete_environment_is_named(tmp_path: Path, change: dict[str, str],
 )
 def test_start_without_srun_is_refused(tmp_path: Path, change: dict[str, str], gpus: int, message: str) -> None:
     """Users forget srun in an allocation. One task per node leaves GPUs idle."""
-    beside(tmp_path, "slurm")
+    write_recipe(tmp_path, "slurm")
     code = (
         f"import runpy, torch; torch.cuda.device_count = lambda: {gpus}; runpy.run_path('slurm.py', None, '__main__')"
     )
-    assert message in refusal(tmp_path, f"{PROGRAMS}/python -c {shlex.quote(code)}", **change)
+    assert message in refusal_line(tmp_path, f"{PROGRAM_FOLDER}/python -c {shlex.quote(code)}", **change)
 
 
 def test_mpi_without_mpirun_is_refused(tmp_path: Path) -> None:
-    beside(tmp_path, "mpi")
-    assert "not started by mpirun" in refusal(tmp_path, "python mpi.py")
+    write_recipe(tmp_path, "mpi")
+    assert "not started by mpirun" in refusal_line(tmp_path, "python mpi.py")
     two_hosts = {f"OMPI_COMM_WORLD_{name}": "0" for name in ("RANK", "LOCAL_RANK")}
     two_hosts |= {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
-    assert "set MASTER_ADDR and MASTER_PORT" in refusal(tmp_path, "python mpi.py", **two_hosts)
+    assert "set MASTER_ADDR and MASTER_PORT" in refusal_line(tmp_path, "python mpi.py", **two_hosts)
 
 
 @pytest.mark.parametrize(
@@ -790,13 +836,13 @@ def test_mpi_without_mpirun_is_refused(tmp_path: Path) -> None:
 )
 def test_hosts_with_different_settings_are_refused(tmp_path: Path, before: str, after: str, message: str) -> None:
     """Both torchruns report it before training. On one machine the difference is simulated."""
-    beside(tmp_path, "multi_node")
+    write_recipe(tmp_path, "multi_node")
     text = (tmp_path / "multi_node.py").read_text()
     assert text.count(before) == 1
     (tmp_path / "multi_node.py").write_text(text.replace(before, after))
     commands = "\n".join(re.findall(r"^Run: (.*)$", text, re.MULTILINE))
     # the store ends with the first torchrun, so this waits until the other rank has printed its error
-    result = typed(tmp_path, commands.replace("torchrun ", "torchrun --monitor-interval 2 "), 1)
+    result = run_commands(tmp_path, commands.replace("torchrun ", "torchrun --monitor-interval 2 "), 1)
     lines = result.stderr.split("multi_node.py: ")[1:]  # two processes write to the same stderr
     assert len(lines) == 2
     assert all(message in line for line in lines)
@@ -808,15 +854,15 @@ def test_hosts_with_different_settings_are_refused(tmp_path: Path, before: str, 
 
 def test_restart_resumes_with_a_different_number_of_ranks(cli: Cli, tmp_path: Path) -> None:
     """One of two ranks dies. Three ranks resume from the checkpoint and print the losses of all updates."""
-    beside(tmp_path, "elastic_torchrun")
+    write_recipe(tmp_path, "elastic_torchrun")
     store_settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = "torchrun --standalone --nproc-per-node {} elastic_torchrun.py --float64"
-    result = typed(tmp_path, command.format(2) + " --fail-at 25", 1, **store_settings)
+    result = run_commands(tmp_path, command.format(2) + " --fail-at 25", 1, **store_settings)
     assert "resumes" not in result.stderr
     assert not result.stdout
-    result = typed(tmp_path, command.format(3), **store_settings)
+    result = run_commands(tmp_path, command.format(3), **store_settings)
     assert "of 3 resumes from update 20" in result.stderr
-    assert distance(read(result.stdout), library(cli, "elastic_torchrun")) <= 1e-12
+    assert difference_from_record(parse_output(result.stdout), equivalent_record(cli, "elastic_torchrun")) <= 1e-12
     assert not list(tmp_path.glob("elastic.p*"))
 
 
@@ -844,7 +890,7 @@ def test_new_slurm_writes_script_data_and_batch_script(tmp_path: Path, capsys: p
 
 # --- imagenet_ddp: folders of images, made from the digits
 
-WORKLOAD = """
+IMAGES_WORKLOAD = """
 from pathlib import Path
 import torch, torch.nn.functional as F
 import imagenet_ddp as recipe
@@ -860,7 +906,7 @@ workload = Workload(
     optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4),
     schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.1), global_batch=16, epochs=2)
 """
-COMMAND = (
+IMAGENET_COMMAND = (
     "torchrun --standalone --nproc-per-node {} imagenet_ddp.py images --batch 16 --size 32 --width 8 --workers {} "
     "--epochs {} --float64"
 )
@@ -886,12 +932,12 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_imagenet(cli: Cli, folder: Path, images: Path, text: str, *commands: str) -> Printed:
+def run_imagenet(cli: Cli, folder: Path, images: Path, text: str, *commands: str) -> RecipeOutput:
     """Run this text of the recipe with these commands, one after another."""
     (folder / "imagenet_ddp.py").write_text(text)
     if not (folder / "images").exists():
         (folder / "images").symlink_to(images)
-    return read("".join(output(cli, folder, command) for command in commands))
+    return parse_output("".join(command_output(cli, folder, command) for command in commands))
 
 
 @pytest.fixture(scope="module")
@@ -899,16 +945,18 @@ def library_record(cli: Cli, images: Path) -> Record:
     """Return the record of the same training in one process by the library, with the recipe's model and images."""
     (images.parent / "my_images").mkdir()
     folder = images.parent / "my_images"
-    (folder / "imagenet_ddp.py").write_text((RECIPES / "imagenet_ddp.py").read_text())
+    (folder / "imagenet_ddp.py").write_text((RECIPES_FOLDER / "imagenet_ddp.py").read_text())
     (folder / "images").symlink_to(images)
-    (folder / "workload.py").write_text(WORKLOAD)
+    (folder / "workload.py").write_text(IMAGES_WORKLOAD)
     return train_workload(cli, folder, "single:precision=float64", size=1)
 
 
 def test_imagenet_equals_the_library(cli: Cli, tmp_path: Path, images: Path, library_record: Record) -> None:
     """Two ranks stop after an epoch and resume. Losses are equal to 1e-12, and top-1 exactly."""
-    text = (RECIPES / "imagenet_ddp.py").read_text()
-    actual = run_imagenet(cli, tmp_path, images, text, COMMAND.format(2, 1, 1), COMMAND.format(2, 0, 2))
+    text = (RECIPES_FOLDER / "imagenet_ddp.py").read_text()
+    actual = run_imagenet(
+        cli, tmp_path, images, text, IMAGENET_COMMAND.format(2, 1, 1), IMAGENET_COMMAND.format(2, 0, 2)
+    )
     assert actual.losses == pytest.approx(library_record.loss, rel=1e-12)
     assert actual.numbers["top1"] == round(library_record.metrics["top1"], 4)
 
@@ -926,29 +974,31 @@ def test_imagenet_equals_the_library(cli: Cli, tmp_path: Path, images: Path, lib
 def test_imagenet_mutation_differs(
     cli: Cli, tmp_path: Path, images: Path, library_record: Record, before: str, after: str
 ) -> None:
-    text = (RECIPES / "imagenet_ddp.py").read_text()
+    text = (RECIPES_FOLDER / "imagenet_ddp.py").read_text()
     assert text.count(before) == 1
-    mutated = run_imagenet(cli, tmp_path, images, text.replace(before, after), COMMAND.format(2, 0, 1))
+    mutated = run_imagenet(cli, tmp_path, images, text.replace(before, after), IMAGENET_COMMAND.format(2, 0, 1))
     differences = [abs(a - b) / b for a, b in zip(mutated.losses, library_record.loss[:4], strict=True)]
     assert max(differences) > 1e-9
 
 
 def test_imagenet_evaluate_uses_checkpoint_or_pretrained_weights(cli: Cli, tmp_path: Path, images: Path) -> None:
     """`--evaluate` trains nothing. The result does not depend on the number of ranks."""
-    text = (RECIPES / "imagenet_ddp.py").read_text()
-    expected = run_imagenet(cli, tmp_path, images, text, COMMAND.format(2, 0, 1)).numbers
+    text = (RECIPES_FOLDER / "imagenet_ddp.py").read_text()
+    expected = run_imagenet(cli, tmp_path, images, text, IMAGENET_COMMAND.format(2, 0, 1)).numbers
     checkpoint_content = (tmp_path / "imagenet_ddp.pt").read_bytes()
     for size, more_args in ((2, ""), (1, " --pretrained weights.pt")):
         (tmp_path / "weights.pt").write_bytes(checkpoint_content)
-        actual = run_imagenet(cli, tmp_path, images, text, COMMAND.format(size, 0, 9) + " --evaluate" + more_args)
+        actual = run_imagenet(
+            cli, tmp_path, images, text, IMAGENET_COMMAND.format(size, 0, 9) + " --evaluate" + more_args
+        )
         assert (actual.numbers, actual.losses) == (expected, [])
     assert (tmp_path / "imagenet_ddp.pt").read_bytes() == checkpoint_content
 
 
 def test_imagenet_options_change_the_training(cli: Cli, tmp_path: Path, images: Path) -> None:
     """--momentum and --weight-decay reach the optimizer. --pretrained loads the weights of a file."""
-    text = (RECIPES / "imagenet_ddp.py").read_text()
-    command = COMMAND.format(1, 0, 1)
+    text = (RECIPES_FOLDER / "imagenet_ddp.py").read_text()
+    command = IMAGENET_COMMAND.format(1, 0, 1)
     default_losses = run_imagenet(cli, tmp_path, images, text, command).losses
     (tmp_path / "weights.pt").write_bytes((tmp_path / "imagenet_ddp.pt").read_bytes())
     for more_args, first_is_equal in (

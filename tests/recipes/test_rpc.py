@@ -1,6 +1,7 @@
-"""The recipes over RPC: their common properties, and recipes whose network no built-in workload has.
+"""The recipes over RPC: their common properties, and the recipes with a network that no built-in workload has.
 
-The fork server starts a worker, as it starts a rank of other recipes. RPC starts its threads in the calling process.
+The fork server starts the workers, as it starts the ranks of other recipes. RPC starts its threads in the calling
+process.
 """
 
 from __future__ import annotations
@@ -18,16 +19,25 @@ from pathlib import Path
 
 import pytest
 
-import recipes.test_recipes as shared
+from everyrank import Record
 from everyrank.launch.host_info import usable_interfaces
 from processes import Cli
-from recipes.test_recipes import RECIPES, _forked_programs, beside, distance, read, text_of, typed
+from recipes import test_recipes
+from recipes.test_recipes import (
+    RECIPES_FOLDER,
+    _forked_programs,
+    difference_from_record,
+    parse_output,
+    recipe_text,
+    run_commands,
+    write_recipe,
+)
 
 pytestmark = pytest.mark.integration
 
 __all__ = ["_forked_programs"]
 
-RPC = ["ddp_rpc", "rpc_autograd", "rpc_batched", "rpc_pipeline", "rpc_reinforcement", "rpc_rnn"]
+RPC_RECIPES = ["ddp_rpc", "rpc_autograd", "rpc_batched", "rpc_pipeline", "rpc_reinforcement", "rpc_rnn"]
 
 WORKLOADS = {
     "ddp_rpc": """
@@ -94,7 +104,7 @@ for update in range(recipe.UPDATES):
     print(f"update {update} loss {agent.learn(rewards)}")
 """
 MUTATIONS = [
-    ("ddp_rpc", "lr=0.3 / TRAINERS", "lr=0.3"),  # as if these gradients were averaged too
+    ("ddp_rpc", "lr=0.3 / TRAINERS", "lr=0.3"),  # this lr would be right if these gradients were averaged
     ("ddp_rpc", "[loss * TRAINERS]", "[loss]"),
     ("ddp_rpc", "logits = ddp(", "logits = dense("),  # bypasses the wrapper: no gradient is reduced
     ("rpc_rnn", "for part in (embedding, decoder):", "for part in (decoder,):"),
@@ -102,36 +112,41 @@ MUTATIONS = [
         "rpc_rnn",
         "+= rpc.rpc_sync(part.owner(), refer_to_parameters, (part,))",
         "= parameters",
-    ),  # only the local parameters
+    ),  # only the local parameters are trained
 ]
 
 
 def run_recipe(folder: Path, name: str, text: str = "") -> str:
     """Return the output of the recipe, started by the command in its header."""
-    beside(folder, name, text)
-    (command,) = shared.in_float64(text or text_of(name))
-    return typed(folder, command).stdout
+    write_recipe(folder, name, text)
+    (command,) = test_recipes.float64_commands(text or recipe_text(name))
+    return run_commands(folder, command).stdout
 
 
 def text_with(name: str, before: str, after: str) -> str:
     """Return the text of the recipe with one replacement."""
-    text = text_of(name)
+    text = recipe_text(name)
     assert text.count(before) == 1, f"{name} has changed; its mutation no longer fits"
     return text.replace(before, after)
 
 
 @cache
-def library(cli: Cli, name: str) -> shared.Record:
+def single_process_record(cli: Cli, name: str) -> Record:
     """Return the record of the same training in one process by the library, with the recipe's network and data."""
     with tempfile.TemporaryDirectory() as folder:
-        beside(Path(folder), name)
+        write_recipe(Path(folder), name)
         (Path(folder) / "workload.py").write_text(WORKLOADS[name])
-        return shared.train_workload(cli, Path(folder), "single:precision=float64", size=1)
+        return test_recipes.train_workload(cli, Path(folder), "single:precision=float64", size=1)
 
 
 @pytest.mark.parametrize(("name", "before", "after"), MUTATIONS)
 def test_mutation_differs(cli: Cli, tmp_path: Path, name: str, before: str, after: str) -> None:
-    assert distance(read(run_recipe(tmp_path, name, text_with(name, before, after))), library(cli, name)) > 1e-9
+    assert (
+        difference_from_record(
+            parse_output(run_recipe(tmp_path, name, text_with(name, before, after))), single_process_record(cli, name)
+        )
+        > 1e-9
+    )
 
 
 BUILD_IN_THREADS_SCRIPT = """
@@ -158,10 +173,10 @@ with ThreadPoolExecutor(2) as pool:
 
 @pytest.mark.parametrize(("before", "after", "status"), [("", "", 0), ("with build_lock:", "if True:", 1)])
 def test_parts_built_concurrently_have_the_right_weights(tmp_path: Path, before: str, after: str, status: int) -> None:
-    """The server builds them in two threads, which share the random generator of the process."""
-    beside(tmp_path, "rpc_rnn", text_with("rpc_rnn", before, after) if before else "")
+    """The server builds the parts in two threads, which share the random generator of the process."""
+    write_recipe(tmp_path, "rpc_rnn", text_with("rpc_rnn", before, after) if before else "")
     (tmp_path / "weights.py").write_text(BUILD_IN_THREADS_SCRIPT)
-    result = typed(tmp_path, "python weights.py", status)
+    result = run_commands(tmp_path, "python weights.py", status)
     assert ("is another one" in result.stderr) == bool(status)
 
 
@@ -172,16 +187,16 @@ def test_parts_built_concurrently_have_the_right_weights(tmp_path: Path, before:
 def episodes_in_one_process() -> str:
     """Return the output of the same training in one process without RPC."""
     with tempfile.TemporaryDirectory() as folder:
-        beside(Path(folder), "rpc_reinforcement")
+        write_recipe(Path(folder), "rpc_reinforcement")
         (Path(folder) / "alone.py").write_text(SINGLE_PROCESS_SCRIPT)
-        return typed(Path(folder), "python alone.py").stdout
+        return run_commands(Path(folder), "python alone.py").stdout
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("DISCOUNT * rewards[step + 1]", "DISCOUNT * 0"),  # only its own step rewards an action
-        ("generator=self.generators[observer]", "generator=None"),  # the generator of the process
+        ("DISCOUNT * rewards[step + 1]", "DISCOUNT * 0"),  # an action gets only the reward of its own step
+        ("generator=self.generators[observer]", "generator=None"),  # draws from the generator of the process
         ("SEED + observer", "SEED"),  # all observers have the same environment
     ],
 )
@@ -196,8 +211,8 @@ def test_reinforcement_mutation_differs(tmp_path: Path, before: str, after: str)
 def test_all_scripts_end_with_the_same_code() -> None:
     """Only the line that suppresses a warning of the distributed optimizer may be missing."""
     endings: set[str] = set()
-    for name in RPC:
-        text = (RECIPES / f"{name}.py").read_text()
+    for name in RPC_RECIPES:
+        text = (RECIPES_FOLDER / f"{name}.py").read_text()
         ending = text[text.index("# --- the same in every script over RPC") :]
         lines = [line for line in ending.splitlines() if "it warns about TorchScript" not in line]
         endings.add("\n".join(lines))
@@ -207,12 +222,12 @@ def test_all_scripts_end_with_the_same_code() -> None:
 
 
 def test_torch_without_rpc_is_reported(tmp_path: Path) -> None:
-    beside(tmp_path, "rpc_autograd")
+    write_recipe(tmp_path, "rpc_autograd")
     code = (
         "import runpy; from torch.distributed import rpc; rpc.is_available = lambda: False; "
         "runpy.run_path('rpc_autograd.py', None, '__main__')"
     )
-    result = typed(tmp_path, f"python -c {shlex.quote(code)}", 3)
+    result = run_commands(tmp_path, f"python -c {shlex.quote(code)}", 3)
     [line] = result.stderr.splitlines()
     assert line.startswith("rpc_autograd.py: ")
     assert "without RPC" in line
@@ -241,7 +256,7 @@ def test_only_loopback_listens(tmp_path: Path) -> None:
     assert set(addresses) == {("tcp", "0100007F")}
     addresses_by_interface = {name: address for name, address in usable_interfaces().items() if "." in address}
     for name, address in addresses_by_interface.items():
-        result = typed(tmp_path, "python rpc_reinforcement.py", TP_SOCKET_IFNAME=name)
+        result = run_commands(tmp_path, "python rpc_reinforcement.py", TP_SOCKET_IFNAME=name)
         expected_sockets = {("tcp", socket.inet_aton(address)[::-1].hex().upper())}
         assert expected_sockets <= set(re.findall(r"^listens (tcp6?) (\w+):", result.stdout, re.MULTILINE))
 
@@ -266,10 +281,10 @@ def test_lost_worker_or_signal_ends_all_workers(
     text = text.replace(
         "                self.optimizer.step()\n", "                self.optimizer.step()\n" + CREATE_TRAINS_FILE
     )
-    beside(tmp_path, "rpc_batched", text)
-    program = [str(shared.PROGRAMS / "python"), "rpc_batched.py"]
+    write_recipe(tmp_path, "rpc_batched", text)
+    program = [str(test_recipes.PROGRAM_FOLDER / "python"), "rpc_batched.py"]
     process = subprocess.Popen(
-        program, cwd=tmp_path, env={**os.environ, **shared.OURS}, stderr=subprocess.PIPE, text=True
+        program, cwd=tmp_path, env={**os.environ, **test_recipes.COMMAND_ENVIRONMENT}, stderr=subprocess.PIPE, text=True
     )
     try:
         wait_for(tmp_path / "trains")
@@ -314,12 +329,12 @@ def is_running(pid: int) -> bool:
 
 def test_backward_of_a_detached_output_times_out(tmp_path: Path) -> None:
     """As the header of the recipe says, it waits until TIMEOUT."""
-    beside(
+    write_recipe(
         tmp_path,
         "rpc_rnn",
         text_with("rpc_rnn", "forward(output)", "forward(output.detach())").replace("= 60  #", "= 2  #"),
     )
-    result = typed(tmp_path, "python rpc_rnn.py", 1)
+    result = run_commands(tmp_path, "python rpc_rnn.py", 1)
     assert "timeout (2000 ms)" in result.stderr
     assert not result.stdout
 
@@ -331,7 +346,7 @@ def test_exception_of_a_worker_ends_the_recipe_with_its_traceback(tmp_path: Path
         "            losses.append(loss.detach())",
         '            raise ValueError("too large")',
     )
-    beside(tmp_path, "rpc_autograd", text)
-    result = typed(tmp_path, "python rpc_autograd.py", 1)
+    write_recipe(tmp_path, "rpc_autograd", text)
+    result = run_commands(tmp_path, "python rpc_autograd.py", 1)
     assert "ValueError: too large" in result.stderr
     assert not result.stdout

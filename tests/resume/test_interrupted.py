@@ -17,7 +17,7 @@ import torch
 from everyrank.cli import main
 from everyrank.record import read_records
 from everyrank.runs import checkpoints_of, damage, find_checkpoint
-from processes import Cli, Running, left_of, one_line
+from processes import Cli, RunningCommand, only_error_line, wait_for_marked_processes
 from resuming import WORKLOAD, logged_updates, read_csv, train_args
 
 pytestmark = pytest.mark.skipif(
@@ -106,7 +106,7 @@ def test_killed_run_resumes_bitwise_identically(
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with its parent process
             process.kill()
     assert psutil.wait_procs(killed, timeout=60)[1] == []  # the lock is released after the memory and the environment
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
     for checkpoint in checkpoints_of(run):
         assert damage(checkpoint) is None
     assert find_checkpoint(run).metadata.step < STEPS, f"killed too late, after {pause} s"
@@ -150,7 +150,7 @@ def test_loader_workers_that_start_while_ranks_are_killed_end(cli: Cli, tmp_path
     for pid in running.processes().keys() - worker_pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    assert left_of(running.mark, 30.0) == {}
+    assert wait_for_marked_processes(running.mark, 30.0) == {}
 
 
 def test_resume_from_an_older_checkpoint_needs_a_new_folder(
@@ -199,10 +199,10 @@ def test_sigterm_saves_a_checkpoint_and_prints_how_to_resume(
     status, _, err = running.end()
     assert status == 143, err
     assert time.monotonic() - signal_time < 5
-    error_line = one_line(err)
+    error_line = only_error_line(err)
     assert f"saved in {run}" in error_line
     assert "--resume" in error_line
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
     checkpoint = find_checkpoint(run)
     assert damage(checkpoint) is None
     assert checkpoint.metadata.step % save_every, "the test was meant to stop between two checkpoints"
@@ -226,8 +226,8 @@ def test_sigusr1_stops_after_the_step_in_progress(cli: Cli, tmp_path: Path) -> N
     status, _, err = running.end()
     assert time.monotonic() - signal_time < 4
     assert status == 138, err
-    assert "saved in" in one_line(err)
-    assert running.left() == {}
+    assert "saved in" in only_error_line(err)
+    assert running.remaining_processes() == {}
     checkpoint = find_checkpoint(run)
     assert 1 <= checkpoint.metadata.step <= 12
     assert damage(checkpoint) is None
@@ -246,14 +246,14 @@ def test_second_sigterm_stops_immediately(cli: Cli, tmp_path: Path) -> None:
     status, _, err = running.end()
     assert time.monotonic() - signal_time < 3.5
     assert status == 143, err
-    one_line(err)
-    assert running.left() == {}
+    only_error_line(err)
+    assert running.remaining_processes() == {}
 
 
 # --- started by torchrun
 
 
-def rank_process(running: Running, rank: int) -> int | None:
+def rank_process(running: RunningCommand, rank: int) -> int | None:
     """Return the process of a rank that torchrun started, not a loader worker."""
     for pid in sorted(running.processes()):
         with contextlib.suppress(OSError):
@@ -282,7 +282,7 @@ def test_sigusr1_to_one_rank_stops_all_ranks_under_torchrun(cli: Cli, tmp_path: 
     assert time.monotonic() - signal_time < 10
     assert status != 0
     assert "everyrank: stopped after update" in err
-    assert running.left() == {}
+    assert running.remaining_processes() == {}
     (run,) = (tmp_path / "runs").iterdir()
     checkpoint = find_checkpoint(run)
     assert checkpoint.metadata.step < STEPS

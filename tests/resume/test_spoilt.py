@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from everyrank.runs import checkpoints_of, damage, find_checkpoint, write_metadata
-from processes import Cli, one_line
+from processes import Cli, only_error_line
 from resuming import WIDTH_ARGS, WORKLOAD, train_args, write_linear_workload
 
 pytestmark = pytest.mark.skipif(
@@ -256,7 +256,7 @@ def test_weights_with_invalid_dtype_or_nan_are_refused(
         tmp_path, "train", write_linear_workload(tmp_path), "--pretrained", "w.pt", "--out", "run", "--device", "cpu"
     )
     assert result.status == 2, result
-    assert f"w.pt: {expected_text}" in one_line(result.err)
+    assert f"w.pt: {expected_text}" in only_error_line(result.err)
     torch.save({"weight": torch.ones(2, 3).half(), "bias": torch.zeros(2).double()}, tmp_path / "w.pt")
     args = ("--pretrained", "w.pt", "--out", "again", "--device", "cpu")
     assert cli.on_ranks(tmp_path, "train", write_linear_workload(tmp_path), *args).status == 0
@@ -281,7 +281,7 @@ def test_model_with_complex_numbers_is_refused(cli: Cli, tmp_path: Path, kind: s
     workload.write_text(workload.read_text().replace("\nworkload =", model_source + "\nworkload ="))
     result = cli.on_ranks(tmp_path, "train", workload, "--device", "cpu")
     assert result.status == 2, result
-    assert "turns of the model is torch.complex64" in one_line(result.err)
+    assert "turns of the model is torch.complex64" in only_error_line(result.err)
 
 
 def test_model_with_nan_at_initialization_is_reported(cli: Cli, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from everyrank.cli import main
 from everyrank.record import read_records
 from everyrank.runs import checkpoints_of
-from processes import Cli, one_line, refused
+from processes import Cli, only_error_line, refusal_message
 from resuming import WIDTH_ARGS, WORKLOAD, logged_updates, read_csv
 
 pytestmark = pytest.mark.skipif(
@@ -50,11 +50,11 @@ def test_missing_checkpoint_for_resume_is_reported(digits: tuple[Path, str]) -> 
 
 def test_resume_without_a_folder_is_refused(capsys: pytest.CaptureFixture[str], digits: tuple[Path, str]) -> None:
     """--resume needs a folder, and --out does not overwrite another run. --evaluate needs weights."""
-    assert "--out DIR" in refused(capsys, "train", "digits", *WIDTH_ARGS, "--resume")
-    error_line = refused(capsys, "train", "digits", *WIDTH_ARGS, "--out", digits[0])
+    assert "--out DIR" in refusal_message(capsys, "train", "digits", *WIDTH_ARGS, "--resume")
+    error_line = refusal_message(capsys, "train", "digits", *WIDTH_ARGS, "--out", digits[0])
     assert "--resume" in error_line
     assert str(digits[0]) in error_line
-    error_line = refused(capsys, "train", "digits", *WIDTH_ARGS, "--evaluate")
+    error_line = refusal_message(capsys, "train", "digits", *WIDTH_ARGS, "--evaluate")
     assert "--resume" in error_line
     assert "--pretrained" in error_line
 
@@ -85,7 +85,7 @@ def test_run_with_different_settings_is_not_resumed(
     contents_before = contents()
     result = cli.on_ranks(tmp_path, "train", "digits", *args, "--out", run, "--resume")
     assert result.status == 2, result
-    error_line = one_line(result.err)
+    error_line = only_error_line(result.err)
     for expected_text in expected:
         assert expected_text in error_line
     assert contents() == contents_before
@@ -96,7 +96,7 @@ def test_run_of_another_workload_is_not_resumed(cli: Cli, digits: tuple[Path, st
     (tmp_path / "mine.py").write_text(WORKLOAD)
     result = cli.on_ranks(tmp_path, "train", "mine.py", "--resume", digits[0])
     assert result.status == 2, result
-    error_line = one_line(result.err)
+    error_line = only_error_line(result.err)
     assert "digits" in error_line
     assert "mine" in error_line
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
@@ -223,7 +223,7 @@ def test_invalid_weight_files_are_refused(cli: Cli, digits: tuple[Path, str], tm
     for file, expected_text in expected_texts.items():
         result = cli.on_ranks(tmp_path, "train", "digits", *WIDTH_ARGS, "--evaluate", "--pretrained", file)
         assert result.status == 2, (file, result)
-        error_line = one_line(result.err).replace(str(tmp_path), "")  # the folder is named after the test
+        error_line = only_error_line(result.err).replace(str(tmp_path), "")  # the folder is named after the test
         assert file in error_line
         assert expected_text in error_line
         assert not marker.exists(), file
@@ -236,7 +236,7 @@ def test_hostile_weights_run_no_code_in_a_launched_rank(cli: Cli, tmp_path: Path
     running = cli.start(tmp_path, "train", "digits", *WIDTH_ARGS, "--evaluate", "--pretrained", "hostile.pt")
     status, _, err = running.end()
     assert status == 2, err
-    assert "hostile.pt" in one_line(err)
+    assert "hostile.pt" in only_error_line(err)
     assert not marker.exists()
 
 
@@ -315,7 +315,7 @@ def test_unknown_tracker_is_refused(cli: Cli, tmp_path: Path) -> None:
     """The exit code is 2. The error lists the known trackers, and no run folder is left."""
     result = cli.on_ranks(tmp_path, "train", "digits", *WIDTH_ARGS, "--steps", "3", "--tracker", "nonsense")
     assert result.status == 2, result
-    error_line = one_line(result.err)
+    error_line = only_error_line(result.err)
     assert "--tracker nonsense" in error_line
     assert "tensorboard, wandb" in error_line
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())

@@ -1,8 +1,8 @@
-"""Scripts for one device, in several styles, that are ported and equal."""
+"""Training scripts for one device, in several styles, that `everyrank port` supports."""
 
 from __future__ import annotations
 
-DATA = """
+IMPORTS_AND_DATA = """
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,8 +13,8 @@ x = torch.randn(86, 6)
 y = (x.sum(1) > 0).long()
 """
 
-FUNCTIONS = (
-    DATA
+FUNCTIONS_SCRIPT = (
+    IMPORTS_AND_DATA
     + """
 
 def train(net, loader, optimizer):
@@ -51,8 +51,8 @@ if __name__ == "__main__":
 """
 )
 
-ONE_FUNCTION = (
-    DATA
+FIT_FUNCTION_SCRIPT = (
+    IMPORTS_AND_DATA
     + """
 
 class Net(nn.Module):
@@ -91,8 +91,8 @@ main()
 """
 )
 
-CLASS = (
-    DATA
+TRAINER_CLASS_SCRIPT = (
+    IMPORTS_AND_DATA
     + """
 
 class Trainer:
@@ -121,8 +121,8 @@ Trainer(steps=2).fit()
 """
 )
 
-NO_LOADER = (
-    DATA
+NO_LOADER_SCRIPT = (
+    IMPORTS_AND_DATA
     + """
 model = nn.Linear(6, 2)
 opt = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -143,8 +143,8 @@ for step in range(8):
 """
 )
 
-SUMMED = (
-    DATA
+SUMMED_LOSS_SCRIPT = (
+    IMPORTS_AND_DATA
     + """
 model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 6))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -160,8 +160,8 @@ for epoch in range(2):
 """
 )
 
-FOLDS = (
-    DATA
+CROSS_VALIDATION_SCRIPT = (
+    IMPORTS_AND_DATA
     + """
 folds = torch.randperm(len(x)).chunk(3)
 for number, held_out in enumerate(folds):
@@ -178,8 +178,8 @@ for number, held_out in enumerate(folds):
 """
 )
 
-GAN = (
-    DATA
+GAN_SCRIPT = (
+    IMPORTS_AND_DATA
     + """
 netG = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 6))
 netD = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
@@ -203,8 +203,8 @@ for epoch in range(2):
 """
 )
 
-BY_HAND = (
-    DATA
+MANUAL_UPDATE_SCRIPT = (
+    IMPORTS_AND_DATA
     + """
 m = nn.Linear(6, 2)
 for i in range(5):
@@ -217,8 +217,8 @@ for i in range(5):
 """
 )
 
-LOSS_IN_FORWARD = (
-    DATA
+LOSS_IN_FORWARD_SCRIPT = (
+    IMPORTS_AND_DATA
     + """
 
 class Net(nn.Module):
@@ -243,8 +243,8 @@ for xb, yb in DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True):
 """
 )
 
-CARRIED = (
-    DATA
+CARRIED_STATE_SCRIPT = (
+    IMPORTS_AND_DATA
     + """
 
 class Net(nn.Module):
@@ -287,8 +287,8 @@ for epoch in range(2):
 """
 )
 
-CARRIED_FROM_LOADER = (
-    DATA
+CARRIED_STATE_WITH_LOADER_SCRIPT = (
+    IMPORTS_AND_DATA
     + """
 net = nn.GRU(1, 3, batch_first=True)
 head = nn.Linear(3, 1)
@@ -306,10 +306,11 @@ for epoch in range(2):
 """
 )
 
-# a log that stays open, a page of several lines, rows of a batch, a checkpoint with its time, one GPU by its number
-FILES = (
+# This script writes a log that stays open, a page, rows of a batch, and a checkpoint named by the time.
+# It selects one GPU by its number.
+OUTPUT_FILES_SCRIPT = (
     "import os\nimport time\n"
-    + DATA
+    + IMPORTS_AND_DATA
     + """
 os.environ["CUDA_VISIBLE_DEVICES"] = "0"
 gpu = 0
@@ -336,8 +337,8 @@ torch.save(net.state_dict(), f"net {time.time():.6f}.pt")
 """
 )
 
-# a part of the data by numpy, which no seed was set for; torch is imported late; a logger
-SUBSETS = """
+# numpy selects a part of the data without a seed. torch is imported late. A SummaryWriter logs the loss.
+SUBSET_SAMPLER_SCRIPT = """
 import numpy as np
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
@@ -367,10 +368,10 @@ for held_out in range(2):
         print(epoch, f"{loss.item():.4f} {largest:.4f}")
 """
 
-# the dataset draws from two libraries, in workers; the loop itself draws from the third
-AUGMENTED = (
+# The dataset draws random numbers from two libraries in its workers. The main process draws from torch.
+AUGMENTATION_SCRIPT = (
     "import random\n"
-    + DATA
+    + IMPORTS_AND_DATA
     + """
 import numpy as np
 
@@ -397,8 +398,8 @@ if __name__ == "__main__":
 """
 )
 
-GPT = (
-    DATA
+GPT_SCRIPT = (
+    IMPORTS_AND_DATA
     + """
 
 class Block(nn.Module):
@@ -448,7 +449,7 @@ if __name__ == "__main__":
 """
 )
 
-ENGINE = """
+ENGINE_MODULE = """
 import torch
 import torch.nn.functional as F
 
@@ -465,8 +466,8 @@ def train_one_epoch(model, loader, optimizer):
     return total
 """
 
-WITH_ENGINE = (
-    DATA.replace("import torch\n", "import engine\nimport torch\n", 1)
+SCRIPT_WITH_ENGINE = (
+    IMPORTS_AND_DATA.replace("import torch\n", "import engine\nimport torch\n", 1)
     + """
 net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
