@@ -333,15 +333,16 @@ def get_record(python: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> 
     record_by_change: dict[tuple[Any, ...], tuple[str, RecordedScript]] = {}
 
     def call(name: str, before: Any = "", after: Any = "", rule: str = "") -> tuple[str, RecordedScript]:
-        settings = SETTINGS.get(rule.partition(" ")[0], {})
-        key = (name, before, after, *settings)
+        rule_name = rule.partition(" ")[0]
+        settings, step_times = SETTINGS.get(rule_name, {}), STEP_TIMES.get(rule_name)
+        key = (name, before, after, repr(settings), repr(step_times))
         if key not in record_by_change:
             folder = tmp_path_factory.mktemp(name)
             text = text_with(name, before, after)
             (folder / "train.py").write_text(text)
             record_by_change[key] = text, record_forked_script(python, folder, folder / "train.py", **settings)
-            if rule.partition(" ")[0] in STEP_TIMES:
-                record_by_change[key][1].write_times(*STEP_TIMES[rule.partition(" ")[0]])
+            if step_times is not None:
+                record_by_change[key][1].write_times(*step_times)
         return record_by_change[key]
 
     return call

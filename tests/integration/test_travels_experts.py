@@ -14,7 +14,8 @@ from everyrank.world import World
 from integration.test_travels_model_parallel import (
     DOUBLE,
     FLOAT,
-    SIXTH,
+    FULL_BATCH,
+    MEASURED_UPDATE,
     Counts,
     Line,
     add_up,
@@ -33,7 +34,7 @@ ROW = WIDTH * FLOAT
 
 
 def count_experts(world: World, text: str, clip_norm: float | None = None) -> Counts:
-    return count_update(world, zoo.workload("experts", clip_norm=clip_norm), text, 6)
+    return count_update(world, zoo.workload("experts", clip_norm=clip_norm), text, MEASURED_UPDATE)
 
 
 def assert_communication(ranks: Any, text: str, count: int, others: list[Line], micro_batches: int = 1) -> None:
@@ -44,12 +45,12 @@ def assert_communication(ranks: Any, text: str, count: int, others: list[Line], 
         # the row counts, the tokens, the outputs of the experts, and the gradients of both
         assert num_calls == 5 * BLOCKS * micro_batches
         row_bytes = num_bytes - BLOCKS * micro_batches * EXPERTS * DOUBLE
-        local_samples = split_evenly(SIXTH, count)[rank] if micro_batches == 1 else 0
+        local_samples = split_evenly(FULL_BATCH, count)[rank] if micro_batches == 1 else 0
         # a rank sends at least its tokens, and the gradients of the outputs that it receives
         assert row_bytes >= 2 * BLOCKS * local_samples * TOKENS * TOP_K * ROW
         total_bytes += row_bytes
         assert [line for line in counts if line[0] != "all_to_all"] == add_up(*others)
-    assert total_bytes == 4 * BLOCKS * SIXTH * TOKENS * TOP_K * ROW
+    assert total_bytes == 4 * BLOCKS * FULL_BATCH * TOKENS * TOP_K * ROW
 
 
 def test_expert(ranks: Any) -> None:

@@ -35,8 +35,9 @@ NUM_OUTSIDE = 2  # parameters outside of the blocks
 ALL = BLOCKS * BLOCK + OUTSIDE
 SAMPLE = TOKENS * WIDTH  # elements of the activation of one sample
 
-UPDATES_PER_EPOCH = 4  # 23 samples in batches of 7, 7, 7 and 2
-SIXTH = 7  # samples of the sixth update
+UPDATES_PER_EPOCH = 2  # 9 samples in batches of 7 and 2
+MEASURED_UPDATE = 3  # the first update of the second epoch: DDP rebuilds its buckets in the second update
+FULL_BATCH = 7  # samples of the measured update
 MICRO = (2, 2, 2, 1)  # samples of its four micro-batches
 
 Line = tuple[str, str, int, int]  # operation, group, count, bytes of each
@@ -68,7 +69,7 @@ def count_update(world: World, workload: Any, text: str, update: int) -> Counts:
 
 
 def count_decoder(
-    world: World, text: str, optimizer: str = "sgd", clip_norm: float | None = None, update: int = 6
+    world: World, text: str, optimizer: str = "sgd", clip_norm: float | None = None, update: int = MEASURED_UPDATE
 ) -> Counts:
     return count_update(world, zoo.workload("decoder", optimizer, clip_norm=clip_norm), text, update)
 
@@ -156,18 +157,18 @@ def flags_line(group: str) -> Line:
 
 def test_tensor(ranks: Any) -> None:
     """Forward and backward have two all-reduces per block. Embedding and head have one each, and the loss has three."""
-    assert_communication(ranks, "tensor", [tensor_lines(SIXTH)] * 2, "tensor")
+    assert_communication(ranks, "tensor", [tensor_lines(FULL_BATCH)] * 2, "tensor")
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_tensor_with_sequence_parallelism(ranks: Any, count: int) -> None:
     """A reduce-scatter and an all-gather replace each all-reduce. An update sums the gradients of the norms once."""
-    assert_communication(ranks, "tensor:sequence=true", [sequence_lines(SIXTH, count)] * count, "tensor")
+    assert_communication(ranks, "tensor:sequence=true", [sequence_lines(FULL_BATCH, count)] * count, "tensor")
 
 
 def test_tensor_with_gradient_accumulation(ranks: Any) -> None:
     """Each micro-batch has all operations."""
-    expected = [line for samples in split_evenly(SIXTH, 3) for line in tensor_lines(samples)]
+    expected = [line for samples in split_evenly(FULL_BATCH, 3) for line in tensor_lines(samples)]
     assert ranks(2, count_decoder, "tensor:accumulate=3") == [add_up(*expected)] * 2
 
 
@@ -205,14 +206,14 @@ UNCOMMON_PLAN = {"up": "colwise", "norm": "replicate_sum", "down": "rowwise", "h
 
 def count_uncommon_styles(world: World, text: str) -> Counts:
     workload = zoo.workload("frozen", model=UncommonStyles, tensor_plan=UNCOMMON_PLAN, blocks=None, clip_norm=None)
-    return count_update(world, workload, text, 6)
+    return count_update(world, workload, text, MEASURED_UPDATE)
 
 
 def test_tensor_with_uncommon_styles(ranks: Any) -> None:
     """Each micro-batch sums the input gradients of colwise layers. The replicate_sum gradient is summed once."""
     for accumulate in (1, 3):
         expected: list[Line] = [("all_reduce", "tensor", 1, 2 * FLOAT)]  # the norm's weight
-        for samples in split_evenly(SIXTH, accumulate):
+        for samples in split_evenly(FULL_BATCH, accumulate):
             expected += [
                 ("all_reduce", "tensor", 1, samples * 6 * FLOAT),  # forward, of down
                 ("all_gather", "tensor", 1, samples * 2 // 2 * FLOAT),  # forward, of head
@@ -225,13 +226,13 @@ def test_tensor_with_uncommon_styles(ranks: Any) -> None:
 @pytest.mark.parametrize("count", [2, 4])
 def test_context(ranks: Any, count: int) -> None:
     """The ring passes keys and values. One all-reduce has the gradients and the count, and clipping adds none."""
-    expected = [*ring_lines(SIXTH, count), ("all_reduce", "context", 1, (ALL + 2) * FLOAT)]
+    expected = [*ring_lines(FULL_BATCH, count), ("all_reduce", "context", 1, (ALL + 2) * FLOAT)]
     assert_communication(ranks, "context", [expected] * count, None)
 
 
 def test_context_with_gradient_accumulation(ranks: Any) -> None:
     """Each micro-batch has the messages of the ring. Gradients are reduced once."""
-    expected = [line for samples in split_evenly(SIXTH, 3) for line in ring_lines(samples, 2)]
+    expected = [line for samples in split_evenly(FULL_BATCH, 3) for line in ring_lines(samples, 2)]
     expected += [("all_reduce", "context", 1, (ALL + 2) * FLOAT)]
     assert ranks(2, count_decoder, "context:accumulate=3") == [add_up(*expected)] * 2
 
@@ -239,7 +240,7 @@ def test_context_with_gradient_accumulation(ranks: Any) -> None:
 def test_context_ulysses(ranks: Any) -> None:
     """All-to-alls exchange query, key, value and output, and their gradients."""
     expected: list[Line] = [
-        ("all_to_all", "context", 8 * BLOCKS, SIXTH * SAMPLE // 2 * FLOAT),
+        ("all_to_all", "context", 8 * BLOCKS, FULL_BATCH * SAMPLE // 2 * FLOAT),
         ("all_reduce", "context", 1, (ALL + 2) * FLOAT),
     ]
     assert_communication(ranks, "context:method=ulysses", [expected] * 2, None)
@@ -349,7 +350,7 @@ def test_fsdp_tensor(ranks: Any) -> None:
     block, outside = tensor_shard_elements(MATRICES, 2 * WIDTH), tensor_shard_elements(TIED, WIDTH)
     expected = [
         [*shard_lines(block, outside, 2, "shard"), *tensor_lines(samples), count_line("shard x tensor")]
-        for samples in split_evenly(SIXTH, 2)
+        for samples in split_evenly(FULL_BATCH, 2)
         for _ in range(2)
     ]
     assert_communication(ranks, "fsdp:tensor=2", expected, "shard x tensor")
@@ -360,7 +361,7 @@ def test_fsdp_tensor_with_sequence_parallelism(ranks: Any) -> None:
     block, outside = tensor_shard_elements(MATRICES, 2 * WIDTH), tensor_shard_elements(TIED, WIDTH)
     expected = [
         [*shard_lines(block, outside, 2, "shard"), *sequence_lines(samples, 2), count_line("shard x tensor")]
-        for samples in split_evenly(SIXTH, 2)
+        for samples in split_evenly(FULL_BATCH, 2)
         for _ in range(2)
     ]
     assert_communication(ranks, "fsdp:tensor=2,sequence=true", expected, "shard x tensor")
@@ -371,7 +372,7 @@ def test_fsdp_context(ranks: Any) -> None:
     group = "shard x context"
     expected = [
         [*shard_lines(BLOCK, OUTSIDE, 4, group), *ring_lines(samples, 2), count_line(group)]
-        for samples in split_evenly(SIXTH, 2)
+        for samples in split_evenly(FULL_BATCH, 2)
         for _ in range(2)
     ]
     assert_communication(ranks, "fsdp:context=2", expected, group)
@@ -386,7 +387,7 @@ def test_fsdp_replicate_context(ranks: Any) -> None:
             *ring_lines(samples, 2),
             count_line("replicate x context"),
         ]
-        for samples in split_evenly(SIXTH, 2)
+        for samples in split_evenly(FULL_BATCH, 2)
         for _ in range(2)
     ]
     assert_communication(ranks, "fsdp:replicate=2,shard=1,context=2", expected, "replicate x context")
@@ -397,7 +398,7 @@ def test_ddp_tensor(ranks: Any) -> None:
     block, outside = tensor_shard_elements(MATRICES, 2 * WIDTH), tensor_shard_elements(TIED, WIDTH)
     expected = [
         [*replica_lines(block, outside, 1), *tensor_lines(samples), count_line("replicate x tensor")]
-        for samples in split_evenly(SIXTH, 2)
+        for samples in split_evenly(FULL_BATCH, 2)
         for _ in range(2)
     ]
     assert_communication(ranks, "ddp:tensor=2", expected, "replicate x tensor")
@@ -407,7 +408,7 @@ def test_ddp_context(ranks: Any) -> None:
     """One all-reduce covers all ranks, because the ranks of one sequence also have the same parameters."""
     expected = [
         [*ring_lines(samples, 2), ("all_reduce", "replicate x context", 1, (ALL + 2) * FLOAT)]
-        for samples in split_evenly(SIXTH, 2)
+        for samples in split_evenly(FULL_BATCH, 2)
         for _ in range(2)
     ]
     assert_communication(ranks, "ddp:context=2", expected, None)
