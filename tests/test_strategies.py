@@ -199,7 +199,7 @@ def test_pipeline_reports_the_current_phase(ranks: Any) -> None:
 
 def phases_of_blocks(world: World, layout: str) -> tuple[list[str], list[str]]:
     """Return the reported phase of each forward pass and of each backward pass of this rank in one update."""
-    workload = zoo.workload("decoder", global_batch=8)
+    workload = zoo.workload("decoder", global_batch=8, train_data=lambda: zoo.SentencesWithPositions(16))
     data, _ = open_data(workload, world)
     prepared = prepare(workload, parse_layout(layout), world)
     updates = run_updates(prepared, data, all_updates(2, 2))

@@ -283,7 +283,7 @@ def ema_eval_losses(world: World) -> dict[str, float]:
     for name in ("single", "ddp", "zero1", "fsdp", "tensor", "pipeline", "without"):
         decay = 0.9 if name != "without" else None
         workload = zoo.workload("decoder", "adamw", ema_decay=decay)
-        case = parity_case(workload, *open_data(workload, world), steps=8)
+        case = parity_case(workload, *open_data(workload, world), steps=4)
         layout = Layout(name if name != "without" else "ddp", precision="float64")
         total, count = trace(case, layout, world, case.planned("float64")).evaluation["loss"]
         eval_losses[name] = total / count
@@ -300,12 +300,12 @@ def averaged_by_hand(world: World) -> float:
     prepared = prepare(workload, layout, world)
     parameters = list(prepared.model.parameters())
     averages = [parameter.detach().clone() for parameter in parameters]
-    for _ in run_updates(prepared, zoo.SentencesWithPositions(23), all_updates(8, 4)):
+    for _ in run_updates(prepared, zoo.SentencesWithPositions(9), all_updates(4, 2)):
         averages = [0.9 * average + 0.1 * weight.detach() for average, weight in zip(averages, parameters, strict=True)]
     with torch.no_grad():
         for parameter, average in zip(parameters, averages, strict=True):
             parameter.copy_(average)
-    total, count = evaluate(prepared, zoo.SentencesWithPositions(13))["loss"]
+    total, count = evaluate(prepared, zoo.SentencesWithPositions(9))["loss"]
     return total / count
 
 
