@@ -90,11 +90,11 @@ def train(world: World, num_blocks: int, texts: list[str], limit: int) -> list[A
 
 
 def test_model_larger_than_memory_trains_only_if_it_is_split(ranks: Any) -> None:
-    """The parameters take 48 MiB in float32. Each rank may use 46 MiB, including gradients and activations."""
-    limit = 46 * MIB
-    assert 4 * parameters(12) > limit
-    refused, *losses = ranks(4, train, 12, ["single", *LAYOUTS], limit, is_new=True)[0]
-    [single] = ranks(4, train, 12, ["single"], 0)[0]
+    """The parameters take 96 MiB in float32. Each rank may use 92 MiB, including gradients and activations."""
+    limit = 92 * MIB
+    assert 4 * parameters(24) > limit
+    refused, *losses = ranks(4, train, 24, ["single", *LAYOUTS], limit, is_new=True)[0]
+    [single] = ranks(4, train, 24, ["single"], 0)[0]
     for text, found in zip(LAYOUTS, losses, strict=True):
         assert found == pytest.approx(single, rel=1e-5), text
     assert re.match(r"layout single: out of memory .* \(could not allocate \d+ bytes\)", refused)
@@ -113,10 +113,10 @@ def verify(world: World, num_blocks: int, reference: str, texts: list[str], limi
 
 
 def test_model_larger_than_memory_is_verified_only_if_the_reference_splits_it(ranks: Any) -> None:
-    """The parameters take 64 MiB in float64. Each rank may use 63 MiB for the reference and all layouts."""
-    limit = 63 * MIB
-    assert 8 * parameters(8) > limit
-    refused, *found = ranks(4, verify, 8, "fsdp:meta=true", ["single", *LAYOUTS[1:]], limit, is_new=True)[0]
+    """The parameters take 128 MiB in float64. Each rank may use 127 MiB for the reference and all layouts."""
+    limit = 127 * MIB
+    assert 8 * parameters(16) > limit
+    refused, *found = ranks(4, verify, 16, "fsdp:meta=true", ["single", *LAYOUTS[1:]], limit, is_new=True)[0]
     for parity in found:
         assert parity.status == "equal", parity
         assert parity.scope == "2 updates, beside fsdp:meta=true"
