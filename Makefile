@@ -29,6 +29,7 @@ AT_LENGTH := recipes models layouts suite
 # a test mostly waits for its ranks: three workers leave a fifth of two cores idle. 0: one test after the other, in one process
 WORKERS ?= 4
 PIP_OPTIONS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+INSTALL ?= $(BIN)/python -m pip install $(PIP_OPTIONS)
 
 .PHONY: demo test test-integrations test-at-length test-parts test-versions check lint types docs clean
 
@@ -80,20 +81,20 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html]'
+	$(INSTALL) -c constraints.txt -e '.[html]'
 	@touch $@
 
 # in one call of pip, which takes many seconds to look at all that is there already
 $(VENV)/installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html,dev,docs]'
+	$(INSTALL) -c constraints.txt -e '.[html,dev,docs]'
 	@touch $(VENV)/installed $(VENV)/installed-docs $@
 
 $(VENV)/installed-integrations: $(VENV)/installed-dev
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html,dev,docs,mpi,ray,benchmarks]'
+	$(INSTALL) -c constraints.txt -e '.[html,dev,docs,mpi,ray,benchmarks]'
 	@touch $@
 
 $(VENV)/installed-docs: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html,docs]'
+	$(INSTALL) -c constraints.txt -e '.[html,docs]'
 	@touch $(VENV)/installed $@
 
 clean:
