@@ -224,7 +224,7 @@ def by_mpirun(
 
 @pytest.mark.parametrize(
     ("mpi", "size"),
-    [*(("Open MPI", size) for size in (2, 3, 4)), *(("MPICH", size) for size in (3, 4))],
+    [*(("Open MPI", size) for size in (2, 3, 4)), ("MPICH", 4)],
     indirect=["mpi"],
 )
 def test_operations_and_dtypes_are_correct_in_any_order(
@@ -232,7 +232,7 @@ def test_operations_and_dtypes_are_correct_in_any_order(
 ) -> None:
     """The orders of calls would deadlock if operations blocked.
 
-    MPICH is not tested with two ranks, because a group of its four ranks has two.
+    MPICH is tested on four ranks only, whose groups have two. Its ranks start in a new Python.
     """
     done = by_mpirun(tmp_path, mpi, size, OPERATIONS + ORDERS + TENSORS, interpreter(mpi, python))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -309,7 +309,9 @@ exec ip netns exec $host unshare --uts sh -c "hostname $host; $*"
 
 
 @pytest.mark.parametrize("mpi", ["Open MPI"], indirect=True)
-def test_operations_are_correct_across_two_hosts(tmp_path: Path, mpi: dict[str, str], three_hosts: Hosts) -> None:
+def test_operations_are_correct_across_two_hosts(
+    python: ForkServer, tmp_path: Path, mpi: dict[str, str], three_hosts: Hosts
+) -> None:
     """Each host has two ranks. The hosts communicate over TCP."""
     places = list(zip(three_hosts.addresses, three_hosts.names, strict=True))
     cases = "\n".join(f"{address}) host={name} ;;" for address, name in places)
@@ -319,7 +321,7 @@ def test_operations_are_correct_across_two_hosts(tmp_path: Path, mpi: dict[str, 
     hosts = ",".join(f"{address}:2" for address in three_hosts.addresses[:2])
     start = ["--prtemca", "plm_ssh_agent", str(tmp_path / "agent"), "--host", hosts, "--map-by", "ppr:2:node"]
     wire = ["--mca", "btl", "self,sm,tcp", "--mca", "btl_tcp_if_include", "eth0"]
-    words = [*start, *wire, "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", sys.executable, "ranks.py"]
+    words = [*start, *wire, "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", interpreter(mpi, python), "ranks.py"]
     process = three_hosts.start(0, ["mpirun", *words], tmp_path, **mpi, OMP_NUM_THREADS="1")
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, out + err

@@ -278,13 +278,16 @@ def rank_output(result: subprocess.CompletedProcess[str]) -> str:
     return re.sub(r"^\[\d+\]<stdout>:", "", result.stdout, flags=re.MULTILINE)
 
 
-def test_horovod_recipe_in_float64_and_fp16(cli: Cli, tmp_path: Path) -> None:
-    """Losses are equal in float64, close with fp16 gradients, and different with a mistake."""
+def test_horovod_recipe_in_float64_and_fp16(cli: Cli, python: ForkServer, tmp_path: Path) -> None:
+    """Losses are equal in float64, close with fp16 gradients, and different with a mistake.
+
+    The first start uses a new Python. Later starts use the `python` of the fork server.
+    """
     needs_horovod()
     output = parse_output(rank_output(run_header_commands(tmp_path, "horovod_ddp")))
-    fp16_output = parse_output(
-        rank_output(run_commands(tmp_path, "horovodrun -np 2 --gloo python horovod_ddp.py --float64 --fp16"))
-    )
+    command = "horovodrun -np 2 --gloo python horovod_ddp.py --float64"
+    variables = {"PATH": os.pathsep.join([str(python.programs), str(PROGRAM_FOLDER), os.environ["PATH"]])}
+    fp16_output = parse_output(rank_output(run_commands(tmp_path, f"{command} --fp16", **variables)))
     assert (
         1e-9
         < difference_from_record(
@@ -293,7 +296,7 @@ def test_horovod_recipe_in_float64_and_fp16(cli: Cli, tmp_path: Path) -> None:
         < 0.1
     )
     mutate_recipe(tmp_path, "horovod_ddp")
-    mutated_result = run_commands(tmp_path, "horovodrun -np 2 --gloo python horovod_ddp.py --float64")
+    mutated_result = run_commands(tmp_path, command, **variables)
     check_recipe_and_mutation(cli, "horovod_ddp", output, parse_output(rank_output(mutated_result)))
 
 
