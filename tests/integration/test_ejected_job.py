@@ -9,11 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from forkserver import ForkServer
 from integration.conftest import needs_horovod, run_batch_job
 from processes import Cli
 from test_eject import RICH, eject, losses_of_train, outside, said
 
 __all__ = ["outside"]
+
+
+def search_path(python: ForkServer, is_forked: bool) -> str:
+    """Return a PATH with the programs of this environment, behind the `python` of the fork server if `is_forked`.
+
+    That `python` has only torch imported.
+    """
+    folders = [str(python.torch_programs)] if is_forked else []
+    return os.pathsep.join([*folders, str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 @pytest.mark.parametrize("words", [(), ("--layout", "fsdp")], ids=["ddp", "fsdp"])
@@ -22,10 +32,14 @@ def test_slurm_runs_an_ejected_project(
     outside: Path,
     tmp_path: Path,
     cli: Cli,
+    python: ForkServer,
     slurm: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The command in its README submits the job. Its losses are bitwise equal to those of `everyrank train`."""
+    """The command in its README submits the job. Its losses are bitwise equal to those of `everyrank train`.
+
+    The project with ddp starts a new Python. That with fsdp starts the `python` of the fork server.
+    """
     project = eject(cli, outside / "points.py", tmp_path / "project", "--launcher", "slurm", *words)
     ours = cli.on_ranks(
         tmp_path, "train", outside / "points.py", *(words or ("--layout", "ddp")), "--out", "run", size=2
@@ -33,7 +47,7 @@ def test_slurm_runs_an_ejected_project(
     assert ours.status == 0, ours.err
     assert "\nsbatch train.sbatch\n" in (project / "README.md").read_text()
     # both nodes are this machine, whose name may have no address
-    own = {"MASTER_ADDR": "127.0.0.1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    own = {"MASTER_ADDR": "127.0.0.1", "PATH": search_path(python, is_forked=bool(words))}
     monkeypatch.delenv("PYTHONPATH", raising=False)
     status = run_batch_job(project, "sbatch --output=out train.sbatch", slurm | own)
     shown = (project / "out").read_text()
@@ -45,8 +59,11 @@ def test_slurm_runs_an_ejected_project(
 
 
 @pytest.mark.parametrize("keys", ["", ",accumulate=2", ",precision=fp16", ",compress=fp16"])
-def test_horovod_runs_an_ejected_project(keys: str, tmp_path: Path, cli: Cli) -> None:
-    """The losses of the command in its README are bitwise equal to those of `everyrank train`."""
+def test_horovod_runs_an_ejected_project(keys: str, tmp_path: Path, cli: Cli, python: ForkServer) -> None:
+    """The losses of the command in its README are bitwise equal to those of `everyrank train`.
+
+    One project starts a new Python. The others start the `python` of the fork server.
+    """
     needs_horovod()
     (tmp_path / "rich.py").write_text(RICH)
     layout = f"horovod:batch_norm=local{keys}"
@@ -56,7 +73,7 @@ def test_horovod_runs_an_ejected_project(keys: str, tmp_path: Path, cli: Cli) ->
     assert ours.status == 0, ours.err
     command = (project / "README.md").read_text().split("requirements.txt\n")[1].splitlines()[0].split()
     assert command[:4] == ["horovodrun", "-np", "2", "--gloo"]
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": search_path(python, is_forked=bool(keys))}
     environment.pop("PYTHONPATH", None)
     done = subprocess.run(command, capture_output=True, text=True, cwd=project, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr
