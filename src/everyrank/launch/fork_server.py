@@ -3,9 +3,9 @@
 `python -P -m everyrank.launch.fork_server JOB_FOLDER FIRST_RANK COUNT`
 
 It runs until its job ends, in one session with its ranks, so that one signal to its process group ends them all. Ranks
-inherit the environment and streams that they would have without it. It does not import the user's script or modules.
-The modules that it imports start no threads and do not initialize CUDA, because a fork could not use either. If there
-are threads after all, each rank is started as a separate process.
+inherit the environment and streams that they would have without it. It imports torch, or the module of the ranks'
+function if this was given as "module:function". Imports should start no threads and not initialize CUDA, because a fork
+could not use either. If there are threads after all, each rank is started as a separate process.
 
 multiprocessing's fork server does not fit: it imports the main module again in each child, and outlives the job.
 """

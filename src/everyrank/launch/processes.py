@@ -90,7 +90,7 @@ def run_ranks(
         return {info.rank: _call_here(info, named_function(function), local_arguments)}
     _check(launch)
     with _folders(launch, kept) as (directory, logs):
-        # Only everyrank's own modules: the ranks import the user's modules themselves.
+        # The module of a function that is given by its name. The ranks import all other modules themselves.
         preload = function.partition(":")[0] if isinstance(function, str) else "torch"
         job = _job(launch, cloudpickle.dumps((function, arguments)), preload, directory, logs)
         (directory / "job.pickle").write_bytes(pickle.dumps(job))
