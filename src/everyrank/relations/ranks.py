@@ -226,8 +226,10 @@ def _reads_same(many: ScriptRecording) -> bool:
     """Whether all ranks train on the same batches, like the members of an ensemble."""
     read: list[list[list[int]]] = []
     for rank in many.ranks:
-        trained = rank.facts.get("training_loaders", [])
-        read.append([samples_of_batch(batch) for key, batch, _ in rank.batches if key[0] in trained][:_MAX_BATCHES])
+        training_loaders = rank.facts.get("training_loaders", [])
+        read.append(
+            [samples_of_batch(batch) for key, batch, _ in rank.batches if key[0] in training_loaders][:_MAX_BATCHES]
+        )
     return any(read[0]) and len(read) > 1 and all(of_rank == read[0] for of_rank in read[1:])
 
 

@@ -126,9 +126,9 @@ def _differs(
 
 def _rows_of_updates(rank: RankRecording) -> list[int]:
     """The number of samples that each update has read."""
-    trained = rank.facts.get("training_loaders", [])
+    training_loaders = rank.facts.get("training_loaders", [])
     sizes = [0] * len(rank.updates)
     for (loader, _), batch, update in rank.batches:
-        if loader in trained and update < len(sizes):
+        if loader in training_loaders and update < len(sizes):
             sizes[update] += num_samples(batch)
     return sizes
