@@ -73,7 +73,7 @@ def by_relations(host: ScriptHost, script: Path, words: list[str]) -> dict[str, 
     """What the relations find, in the form of the JSON of an audit."""
     text, findings, begin = script.read_text(), Findings(), time.monotonic()
     if "spawn(" in text:
-        findings.not_checked("the script starts its ranks itself")
+        findings.add_unchecked("the script starts its ranks itself")
     else:
         ranks = re.search(r"nproc-per-node (\d)", text) or re.search(r"needs (\d) ranks", text)
         default = 1 if f"python {script.name}" in text else 2

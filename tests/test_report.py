@@ -714,12 +714,14 @@ def test_audit_page_shows_code_without_indentation(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "train.py"
     script.write_text("def main():\n    for x in data:\n        loss = f(x)\n        loss.backward()\n" * 3)
-    finding = Finding("FAIL", "gradient.scale", f"{script}:7", "too large", also=(f"{script}:8", "/elsewhere/b.py:1"))
+    finding = Finding(
+        "FAIL", "gradient.scale", f"{script}:7", "too large", other_lines=(f"{script}:8", "/elsewhere/b.py:1")
+    )
     page = audit_page(Audit(("train.py",), 2, 12, 4.0, (finding,), (), ()))
     assert '<span class="named">   7          loss = f(x)</span>' in page
     assert "<span>   3          loss = f(x)</span>" in page
     assert "<h2>train.py</h2>" in page
     assert "look at train.py:7, train.py:8, /elsewhere/b.py:1<" in page
     script.write_text("        if x:\n            loss.backward()\n")
-    page = audit_page(Audit(("train.py",), 2, 12, 4.0, (dataclasses.replace(finding, place=f"{script}:2"),), (), ()))
+    page = audit_page(Audit(("train.py",), 2, 12, 4.0, (dataclasses.replace(finding, location=f"{script}:2"),), (), ()))
     assert '<span class="named">   2      loss.backward()</span>' in page

@@ -62,7 +62,7 @@ def test_bug_is_found_and_its_correction_has_no_findings(
     expected_finding = findings_by_rule.get(corpus.field(script.read_text(), "Expected"))
     assert expected_finding is not None, findings_by_rule
     assert expected_finding.level in ("FAIL", "WARN")
-    assert expected_finding.place.rpartition(":")[0] == str(script)
+    assert expected_finding.location.rpartition(":")[0] == str(script)
     corrected = audit_forked_script(python, tmp_path / "right", script, "--right")
     assert [finding for finding in corrected.findings if finding.level in ("FAIL", "WARN")] == []
     assert corrected.updates >= 3
@@ -133,7 +133,7 @@ def test_gather_of_detached_features_is_found(python: ForkServer, tmp_path: Path
     (tmp_path / "stop_gradient").mkdir()
     audit = audit_changed(python, tmp_path, script, DETACHED_FEATURES[kind])
     assert [finding.rule for finding in audit.findings if finding.level in ("FAIL", "WARN")] == ["gradient.lost"]
-    (location,) = [finding.place for finding in audit.findings if finding.rule == "gradient.lost"]
+    (location,) = [finding.location for finding in audit.findings if finding.rule == "gradient.lost"]
     assert "dist.all_gather" in (tmp_path / "train.py").read_text().splitlines()[int(location.rpartition(":")[2]) - 1]
     stop_gradient = audit_changed(
         python, tmp_path / "stop_gradient", script, {**DETACHED_FEATURES[kind], PUT_LOCAL_FEATURES_BACK: ""}

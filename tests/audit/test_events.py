@@ -79,6 +79,6 @@ def test_example_rule_in_contributing_works(tmp_path: Path) -> None:
     findings = Findings()
     run = ScriptRun(tmp_path, 1, "finished", (0,), ("",), 1.0)
     names["check_zero_rates"](Evidence(run, [0], {0: list[events.Event](steps)}), findings)
-    assert [(finding.level, finding.rule, finding.place) for finding in findings] == [
+    assert [(finding.level, finding.rule, finding.location) for finding in findings] == [
         ("WARN", "schedule.zero", "/train.py:7")
     ]

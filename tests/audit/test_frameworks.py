@@ -212,4 +212,4 @@ def test_equal_augmentation_on_all_ranks_is_found_in_a_later_epoch(python: ForkS
     assert "random.augment" in failed_rules(audit)
     [line] = line_numbers_with(text, "loader = DataLoader(")
     [augment_finding] = [finding for finding in audit.findings if finding.rule == "random.augment"]
-    assert augment_finding.place.endswith(f":{line}")
+    assert augment_finding.location.endswith(f":{line}")

@@ -540,15 +540,17 @@ TESTED_ELSEWHERE = {
 
 
 @pytest.mark.parametrize(
-    ("name", "before", "after", "is_about_ranks"),
+    ("name", "before", "after", "is_refutable"),
     [("language", "if is_last else", "if index == 0 else", True), ("sharded", "index == 1", "index == 0", False)],
 )
-def test_equal_weights_on_all_ranks_are_not_about_ranks(
-    get_record: Any, name: str, before: str, after: str, is_about_ranks: bool
+def test_equal_weights_on_all_ranks_cannot_be_refuted(
+    get_record: Any, name: str, before: str, after: str, is_refutable: bool
 ) -> None:
     """A single rank would weigh its backwards in the same way, so comparing with one rank cannot refute the finding."""
     findings = get_record(name, before, after, "gradient.weights")[1].judge().findings
-    assert [finding.about_ranks for finding in findings if finding.rule == "gradient.weights"] == [is_about_ranks]
+    assert [finding.refuted_if_ranks_agree for finding in findings if finding.rule == "gradient.weights"] == [
+        is_refutable
+    ]
 
 
 def test_each_finding_of_the_rules_is_tested(get_record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -566,7 +568,7 @@ def test_each_finding_of_the_rules_is_tested(get_record: Any, monkeypatch: pytes
 
         return call
 
-    for name in ("add", "not_checked"):
+    for name in ("add", "add_unchecked"):
         monkeypatch.setattr(Findings, name, record_caller(getattr(Findings, name)))
     for row in [*MUTATIONS, *REMARKS, *NOT_CHECKED]:
         get_record(*row[:4])[1].judge()
@@ -575,7 +577,7 @@ def test_each_finding_of_the_rules_is_tested(get_record: Any, monkeypatch: pytes
         for path in RULES.glob("*.py")
         if path.name not in TESTED_ELSEWHERE
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("findings.add", "findings.not_checked")
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("findings.add", "findings.add_unchecked")
         if not any(kind in ast.unparse(node) for kind in TESTED_ELSEWHERE)
     }
     assert len(calls) > 50

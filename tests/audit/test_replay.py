@@ -82,7 +82,9 @@ def test_replay_equals_the_training_and_measures_batch_norm(python: ForkServer, 
     assert f"by {relative_change:.1%} of its norm" in text
     [note] = [finding for finding in audit.findings if finding.rule == "replay.batchnorm"]
     assert note.level == "NOTE"
-    assert int(note.place.rpartition(":")[2]) in line_numbers_with(NORMS.read_text(), "F.cross_entropy(model(inputs)")
+    assert int(note.location.rpartition(":")[2]) in line_numbers_with(
+        NORMS.read_text(), "F.cross_entropy(model(inputs)"
+    )
     assert unchecked_replay_lines(audit) == []
     without = audit_with_replay(python, tmp_path / "without", updates=0)
     assert (without.replayed, batch_norm_texts(without)) == ((), [])
@@ -300,7 +302,7 @@ def test_replay_finds_a_wrong_scale_without_the_gradient_rule(
     [finding] = [finding for finding in audit.findings if finding.rule == "replay.differs"]
     assert finding.level == "WARN"
     assert finding.text.endswith("the gradient is 2x too large")
-    assert int(finding.place.rpartition(":")[2]) in line_numbers_with(
+    assert int(finding.location.rpartition(":")[2]) in line_numbers_with(
         (tmp_path / "train.py").read_text(), "optimizer.step()"
     )
 

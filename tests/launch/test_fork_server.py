@@ -17,7 +17,7 @@ from everyrank.launch import Launch, RankInfo, run_ranks
 from forkserver import MARK
 from processes import Cli, wait_for_marked_processes
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each rank starts by itself")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a fork server")
 
 # the module with the function of the ranks; the fork server imports it too
 MODULE = """\
@@ -27,10 +27,10 @@ import sys
 import torch
 
 IMPORTED_BY = os.getpid()
-BEFORE
+STATEMENT
 
 
-def look(info):
+def rank_state(info):
     import random
 
     import numpy
@@ -42,12 +42,12 @@ def look(info):
         "imported by": IMPORTED_BY,
         "server": me.parent().ppid(),
         "session": os.getsid(0),
-        "words": sys.argv[2:],
+        "args": sys.argv[2:],
         "environment": {name: value for name, value in os.environ.items() if name != "PWD"},
         "stdin": os.path.realpath("/proc/self/fd/0"),
         "random": (random.random(), numpy.random.rand()),
         "folder": os.getcwd(),
-        "signals": str(__import__("signal").getsignal(15)),
+        "sigterm handler": str(__import__("signal").getsignal(15)),
     }
 """
 
@@ -57,25 +57,25 @@ def inspect_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Return a function that returns the state of two ranks. Their module runs `statement` at import."""
 
     def call(statement: str = "") -> list[dict[str, Any]]:
-        name = f"looks_{uuid.uuid4().hex}"
-        (tmp_path / f"{name}.py").write_text(MODULE.replace("BEFORE", statement))
+        name = f"rank_state_{uuid.uuid4().hex}"
+        (tmp_path / f"{name}.py").write_text(MODULE.replace("STATEMENT", statement))
         monkeypatch.syspath_prepend(tmp_path)
-        return list(run_ranks(Launch(processes=2, timeout_seconds=120), f"{name}:look").values())
+        return list(run_ranks(Launch(processes=2, timeout_seconds=120), f"{name}:rank_state").values())
 
     return call
 
 
 def shared_state(rank: dict[str, Any]) -> dict[str, Any]:
     """Return what must be equal in each rank, with and without a fork server."""
-    return {name: rank[name] for name in ("environment", "stdin", "folder", "signals")}
+    return {name: rank[name] for name in ("environment", "stdin", "folder", "sigterm handler")}
 
 
 @pytest.mark.usefixtures("python")
 def test_ranks_are_forks_of_one_process(inspect_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share imports and session, but no random state. The rest equals that of ranks without a fork server."""
+    """They share imports and session, but no random state. Other state is the same as without a fork server."""
     monkeypatch.setenv("MINE", "of this call")
     ranks = inspect_ranks()
-    assert [rank["words"] for rank in ranks] == [["0", "0", "2"], ["1", "1", "2"]]
+    assert [rank["args"] for rank in ranks] == [["0", "0", "2"], ["1", "1", "2"]]
     assert {rank["program"] for rank in ranks} == {"everyrank.launch.fork_server"}
     [server] = {rank["server"] for rank in ranks}
     assert {rank["imported by"] for rank in ranks} == {rank["session"] for rank in ranks} == {server}
@@ -108,8 +108,8 @@ def test_ranks_start_separately_if_a_fork_is_unsafe(inspect_ranks: Any, statemen
 
 @pytest.mark.usefixtures("python")
 def test_failed_import_is_reported_as_without_a_fork_server(inspect_ranks: Any) -> None:
-    """The ranks say it, as they would without a fork server."""
-    with pytest.raises(RankFailedError, match=r"^rank \d of 2 .*looks_\w+\.py:7 .*ImportError: no GPU"):
+    """The ranks report the ImportError, as they would without a fork server."""
+    with pytest.raises(RankFailedError, match=r"^rank \d of 2 .*rank_state_\w+\.py:7 .*ImportError: no GPU"):
         inspect_ranks("raise ImportError('no GPU')")
 
 
@@ -118,7 +118,7 @@ def test_failed_import_is_reported_as_without_a_fork_server(inspect_ranks: Any) 
 def test_killed_supervisor_or_server_is_reported(monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
     """The error is one line with a rank and the signal. No process is left."""
 
-    def kills(info: RankInfo) -> None:
+    def kill_victim(info: RankInfo) -> None:
         supervisor = psutil.Process(os.getppid())
         if info.rank == 1:
             os.kill(supervisor.pid if victim == "supervisor" else supervisor.ppid(), signal.SIGKILL)
@@ -126,8 +126,9 @@ def test_killed_supervisor_or_server_is_reported(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
     rank_pattern = 1 if victim == "supervisor" else r"\d"
-    with pytest.raises(RankFailedError, match=rf"^rank {rank_pattern} of 2 on .*: ended by SIGKILL"):
-        run_ranks(Launch(processes=2, timeout_seconds=120), kills)
+    with pytest.raises(RankFailedError, match=rf"^rank {rank_pattern} of 2 on .*: ended by SIGKILL") as error_info:
+        run_ranks(Launch(processes=2, timeout_seconds=120), kill_victim)
+    assert "\n" not in str(error_info.value).strip()
     monkeypatch.delenv(MARK)
     assert wait_for_marked_processes(mark) == {}
 

@@ -20,7 +20,9 @@ from everyrank import parse_layout
 from everyrank.loop import open_data
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import ParityCase, check_layout, parity_case
+from everyrank.parity.cache import load_reference, save_reference
 from everyrank.parity.samples import check_samples
+from everyrank.parity.trace import Trace
 from everyrank.record import Parity
 from everyrank.workload import Source
 from everyrank.workload.find import load
@@ -301,6 +303,23 @@ def check_with_cache(
                 file.write_bytes(file.read_bytes()[:-20])
         parity = check(world, key, workload, ["ddp"], 6, is_cached=True)[0]
     return len(runs), parity.status
+
+
+def test_cache_without_an_absolute_folder_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a relative XDG_CACHE_HOME, nothing is read from the current folder, and nothing is written there."""
+    names = ("loss_floors", "floors", "is_truncated", "reversed_differences", "evaluation_floors")
+    fields: dict[str, Any] = {**dict.fromkeys(names), "segments": [[]], "zero_gradient_masks": {}}
+    run = Trace([1.0], [1.0], {}, [{"weight": torch.ones(2)}], True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    save_reference("run.safetensors", run, fields)
+    loaded = load_reference("run.safetensors")
+    assert loaded is not None
+    assert torch.equal(loaded[0].finals[0]["weight"], torch.ones(2))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", ".")
+    assert load_reference("run.safetensors") is None
+    save_reference("other.safetensors", run, fields)
+    assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["run.safetensors"]
 
 
 def test_runs_of_single_are_cached(ranks: Any, tmp_path: Path) -> None:

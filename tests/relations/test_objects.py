@@ -128,5 +128,5 @@ def test_mistake_in_custom_object_is_reported(host: tuple[ScriptHost, Path], rul
         script = script.replace("model(scaled(xb))", "model(xb)")
     findings = find_mistakes(host, script)
     assert [finding.rule for finding in findings] == [rule], findings
-    line_number = int(findings[0].place.rpartition(":")[2])
+    line_number = int(findings[0].location.rpartition(":")[2])
     assert EXPECTED_LINES[rule] in script.splitlines()[line_number - 1]

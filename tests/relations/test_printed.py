@@ -97,7 +97,7 @@ def test_different_numbers_of_batches_per_epoch_are_reported(batches: list[list[
     findings = Findings()
     judge_uneven_passes(run_of(*ranks), findings)
     assert [finding.rule for finding in findings] == ["data.uneven-passes"] * is_reported
-    assert all(finding.place == "train.py:7" and "3, 2 batches" in finding.text for finding in findings)
+    assert all(finding.location == "train.py:7" and "3, 2 batches" in finding.text for finding in findings)
 
 
 def test_printed_numbers_are_not_compared_if_evaluation_draws_random_numbers() -> None:

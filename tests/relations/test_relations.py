@@ -758,7 +758,7 @@ def test_difference_is_joined_to_the_rule_that_explains_it() -> None:
     difference = Finding("WARN", "ranks.gradient", "train.py:9", "update 0 differs")
     (joined_finding,) = joined_findings([rule_finding], [difference])
     assert joined_finding.rule == "gradient.scale"
-    assert joined_finding.also == ("train.py:9",)
+    assert joined_finding.other_lines == ("train.py:9",)
     assert "update 0 differs" in joined_finding.text
     note_finding = Finding("NOTE", "data.padded", "train.py:3", "one sample twice")
     assert [finding.rule for finding in joined_findings([note_finding], [difference])] == [
@@ -777,7 +777,7 @@ def test_rule_explains_only_its_kind_of_difference() -> None:
     ]
     vague_finding = Finding("WARN", "gradient.unexplained", "train.py:47", "changed in between")
     (joined_finding,) = joined_findings([vague_finding], [difference])
-    assert (joined_finding.rule, joined_finding.place, joined_finding.also) == (
+    assert (joined_finding.rule, joined_finding.location, joined_finding.other_lines) == (
         "ranks.gradient",
         "train.py:9",
         ("train.py:47",),

@@ -91,7 +91,7 @@ def test_first_difference_after_resume_is_reported(
         return
     (finding,) = findings
     assert expected in finding.text
-    assert (finding.rule, finding.place, finding.also) == ("resume.differs", "train.py:3", ("train.py:12",))
+    assert (finding.rule, finding.location, finding.other_lines) == ("resume.differs", "train.py:3", ("train.py:12",))
 
 
 def test_resume_arguments_are_split_like_in_a_shell() -> None:

@@ -14,7 +14,7 @@ from everyrank.relations.samples import judge_equal_columns, judge_skipped_batch
 
 def recording(*ranks: list[list[torch.Tensor]]) -> Any:
     """Return a recording of ranks that read these batches in one epoch of loader 0."""
-    facts = {"trained": [0], "loader_places": {0: "train.py:12"}}
+    facts = {"training_loaders": [0], "loader_places": {0: "train.py:12"}}
     return SimpleNamespace(
         ranks=[SimpleNamespace(facts=facts, batches=[([0, 0], batch, 0) for batch in batches]) for batches in ranks]
     )

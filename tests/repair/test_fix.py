@@ -56,7 +56,9 @@ def test_edit_that_does_not_help_is_left_out(tmp_path: Path, monkeypatch: pytest
     """The first edit only adds a comment. The second edit fixes the mistake and adds a new one."""
 
     def add_comment(script: EditedScript, finding: Finding) -> None:
-        script.source.insert_before(script.statement_at(int(finding.place.rpartition(":")[2])), "# step", "a comment")
+        script.source.insert_before(
+            script.statement_at(int(finding.location.rpartition(":")[2])), "# step", "a comment"
+        )
 
     def remove_sampler(script: EditedScript, finding: Finding) -> None:
         del finding

@@ -19,6 +19,6 @@ Only watch/ and replay/ import torch. The audit does not use workloads, layouts 
 """
 
 from everyrank.audit.examine import Audit, AuditOptions, ScriptFailedError, audit_script
-from everyrank.audit.finding import LEVELS, Finding, short_place
+from everyrank.audit.finding import LEVELS, Finding, short_location
 
-__all__ = ["LEVELS", "Audit", "AuditOptions", "Finding", "ScriptFailedError", "audit_script", "short_place"]
+__all__ = ["LEVELS", "Audit", "AuditOptions", "Finding", "ScriptFailedError", "audit_script", "short_location"]

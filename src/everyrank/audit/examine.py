@@ -27,7 +27,7 @@ from everyrank.audit.events import (
 )
 from everyrank.audit.evidence import Evidence, read_evidence
 from everyrank.audit.external_launch import external_rank, gather_runs, remove_shared_folder, shared_folder
-from everyrank.audit.finding import Finding, Findings, short_place
+from everyrank.audit.finding import Finding, Findings, short_location
 from everyrank.audit.rules import RULES
 from everyrank.audit.script import (
     are_distributed,
@@ -350,19 +350,21 @@ def _make_audit(
 ) -> Audit:
     findings = _apply_rules(evidence)
     if run.world_size > evidence.world_size == 1 and not evidence.calls_by_rpc:
-        findings.not_checked("communication between ranks: it was not recorded, and the processes look like one rank")
+        findings.add_unchecked("communication between ranks: it was not recorded, and the processes look like one rank")
     elif evidence.world_size == 1 and not evidence.calls_by_rpc:
-        findings.not_checked("communication between ranks: this is a single process; see `everyrank new ddp_torchrun`")
+        findings.add_unchecked(
+            "communication between ranks: this is a single process; see `everyrank new ddp_torchrun`"
+        )
     if evidence.calls_by_rpc:
-        findings.not_checked("RPC: calls between workers, and gradients of distributed autograd")
+        findings.add_unchecked("RPC: calls between workers, and gradients of distributed autograd")
     for event in evidence.all_of(Unchecked):
-        findings.not_checked(event.message)
+        findings.add_unchecked(event.message)
     if run.status == "timed_out":
-        findings.not_checked(f"later updates: the script was ended after --limit {options.limit_seconds:g} s")
+        findings.add_unchecked(f"later updates: the script was ended after --limit {options.limit_seconds:g} s")
     if options.watch:
-        findings.not_checked("collectives, losses, dropout, sharded evaluations, waits: --watch does not record them")
+        findings.add_unchecked("collectives, losses, dropout, sharded evaluations, waits: --watch does not record them")
     if any(event.is_after_skip for event in evidence.all_of(LoaderBatch)):
-        findings.not_checked(
+        findings.add_unchecked(
             f"batches in the middle of an epoch: only the first {_FIRST_BATCHES} to {_FIRST_BATCHES + 3} and the last "
             "one were run"
         )
@@ -370,7 +372,7 @@ def _make_audit(
     if not settings.batches and not options.watch:
         altered.append("epochs were not shortened, because the script failed with shortened epochs")
     elif len(evidence.steps) < options.updates and run.status == "finished" and evidence.updates_after_skip:
-        findings.not_checked(
+        findings.add_unchecked(
             f"updates after the first {len(evidence.steps)}: only two epochs were run, and they were shortened"
         )
     if settings.devices:
@@ -441,7 +443,7 @@ def _script_error(run: ScriptRun) -> ScriptFailedError:
     prefix = ""
     if frames:
         file, line, function = frames[-1]
-        prefix = f"{short_place(file)}:{line}{f' in {function}' if function else ''}: "
+        prefix = f"{short_location(file)}:{line}{f' in {function}' if function else ''}: "
     message = _last_error(lines) or f"the script ended with exit status {run.codes[rank]} and printed nothing"
     return ScriptFailedError(f"rank {rank}: {prefix}{shortened(message)}", _saved_outputs(run, rank), _tail(lines))
 
@@ -474,7 +476,7 @@ def _raise_never_trained(python_args: Sequence[str], run: ScriptRun, evidence: E
     name = " ".join(python_args[:2]) if python_args[0] == "-m" else python_args[0]
     if run.status == "hangs":
         lines = {rank: evidence.stopped_at(rank) for rank in evidence.ranks}
-        stopped_at = "; ".join(f"rank {rank} was at {short_place(line)}" for rank, line in lines.items() if line)
+        stopped_at = "; ".join(f"rank {rank} was at {short_location(line)}" for rank, line in lines.items() if line)
         message = f"{name}: no progress for {options.timeout_seconds:g} s before its first update"
         raise EveryrankError(message + (f": {stopped_at}" if stopped_at else ""))
     if run.status == "timed_out":

@@ -12,48 +12,54 @@ from everyrank.audit.likely_lines import likely_lines
 __all__ = ["LEVELS", "Finding", "Findings"]
 
 LEVELS = ("FAIL", "WARN", "PERF", "NOTE")
-"""FAIL: results are wrong. WARN: they are wrong unless it is intended. PERF: it costs time. NOTE: good to know."""
+"""FAIL: results are wrong. WARN: results may be wrong; the script may intend this. PERF: slow. NOTE: information."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """A mistake in a line of the script.
 
-    level   one of `LEVELS`
-    rule    `kind.name`, for example "data.epoch"
-    place   "/path/train.py:12", the innermost line of the user's own code; "" if there is none
-    text    what is wrong, with numbers
-    fix     what to write instead, in one line
-    also    other lines that contribute to the mistake
-    about_ranks  whether one rank with all samples would train differently from the first update on, so that a
-                 comparison with one rank can refute the finding
+    level        one of `LEVELS`
+    rule         `kind.name`, for example "data.epoch"
+    location     "/path/train.py:12", the innermost line of the user's own code; "" if there is none
+    text         what is wrong, with numbers
+    fix          what to write instead, in one line
+    other_lines  other lines that contribute to the mistake
+    refuted_if_ranks_agree  whether the mistake makes the first update differ from that of one rank with all samples. If
+                            the comparison with one rank finds no difference, the finding is removed
     variables    variables of the line that the finding is about; () for all
     """
 
     level: str
     rule: str
-    place: str
+    location: str
     text: str
     fix: str = ""
-    also: tuple[str, ...] = ()
-    about_ranks: bool = False
+    other_lines: tuple[str, ...] = ()
+    refuted_if_ranks_agree: bool = False
     variables: tuple[str, ...] = ()
 
     @functools.cached_property
     def lines(self) -> tuple[str, ...]:
-        """At most four lines to look at, with the one to change most likely first."""
-        return likely_lines(self.rule, self.place, self.also, self.variables)
+        """At most four lines to look at. The first is the one that most likely has to be changed."""
+        return likely_lines(self.rule, self.location, self.other_lines, self.variables)
 
     @property
     def shown_lines(self) -> tuple[str, ...]:
         """The lines to look at, if there are others besides the line of the finding."""
-        return self.lines if set(self.lines) - {self.place} else ()
+        return self.lines if set(self.lines) - {self.location} else ()
 
     def as_json(self) -> dict[str, Any]:
         """The finding as --json writes it."""
-        values = dataclasses.asdict(self)
-        del values["about_ranks"], values["variables"]
-        return {**values, "also": list(self.also), "lines": list(self.lines)}
+        return {
+            "level": self.level,
+            "rule": self.rule,
+            "place": self.location,
+            "text": self.text,
+            "fix": self.fix,
+            "also": list(self.other_lines),
+            "lines": list(self.lines),
+        }
 
 
 class Findings(list[Finding]):
@@ -76,22 +82,22 @@ class Findings(list[Finding]):
         self,
         level: str,
         rule: str,
-        place: str,
+        location: str,
         text: str,
         fix: str = "",
-        also: tuple[str, ...] = (),
+        other_lines: tuple[str, ...] = (),
         *,
-        about_ranks: bool = False,
+        refuted_if_ranks_agree: bool = False,
         variables: tuple[str, ...] = (),
     ) -> None:
         """Add a finding, unless the same rule has reported this line already."""
         assert level in LEVELS, level
-        if not any(known.rule == rule and known.place == place for known in self):
-            other_lines = tuple(line for line in also if line and line != place)
-            self.append(Finding(level, rule, place, text, fix, other_lines, about_ranks, variables))
+        if not any(known.rule == rule and known.location == location for known in self):
+            further_lines = tuple(line for line in other_lines if line and line != location)
+            self.append(Finding(level, rule, location, text, fix, further_lines, refuted_if_ranks_agree, variables))
 
-    def not_checked(self, message: str) -> None:
-        """Report something that could not be checked, for example because the script does not do it."""
+    def add_unchecked(self, message: str) -> None:
+        """Report a check that was impossible, for example of the evaluation in a script that has none."""
         if message not in self.unchecked:
             self.unchecked.append(message)
 
@@ -102,7 +108,7 @@ class Findings(list[Finding]):
                 self[index] = dataclasses.replace(finding, level="WARN", text=f"{finding.text}; {reason}")
 
     def refute(self, *rules: str) -> None:
-        """Remove findings of these rules, and remember that the audit's findings of these rules are no mistakes."""
+        """Remove findings of these rules here, and list the rules in `refuted`, so that the audit removes its own."""
         self[:] = [finding for finding in self if finding.rule not in rules]
         self.refuted.update(rules)
 
@@ -115,6 +121,6 @@ class Findings(list[Finding]):
         return sorted(self, key=lambda finding: LEVELS.index(finding.level))
 
 
-def short_place(place: str) -> str:
+def short_location(location: str) -> str:
     """`train.py:12` for "/path/train.py:12"."""
-    return Path(place).name if place else "?"
+    return Path(location).name if location else "?"

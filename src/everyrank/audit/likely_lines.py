@@ -173,7 +173,9 @@ _WEIGHTS_BY_RULE: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] =
 _DEFAULT_WEIGHTS = {"setting": 1.0}
 
 
-def likely_lines(rule: str, place: str, recorded: Sequence[str] = (), variables: Sequence[str] = ()) -> tuple[str, ...]:
+def likely_lines(
+    rule: str, location: str, recorded: Sequence[str] = (), variables: Sequence[str] = ()
+) -> tuple[str, ...]:
     """Return at most four lines, most likely first. The line of the finding is one of them.
 
     recorded   other lines that the audit has recorded with the finding
@@ -183,7 +185,7 @@ def likely_lines(rule: str, place: str, recorded: Sequence[str] = (), variables:
         likely_lines("ranks.rate", "train.py:50")  # ("train.py:42", "train.py:50")
 
     """
-    lines = [line for line in dict.fromkeys((place, *recorded)) if line]
+    lines = [line for line in dict.fromkeys((location, *recorded)) if line]
     rule_weights = next(
         ((line_weight, weights) for rules, line_weight, weights in _WEIGHTS_BY_RULE if rule.startswith(rules)), None
     )
@@ -196,16 +198,16 @@ def likely_lines(rule: str, place: str, recorded: Sequence[str] = (), variables:
         scores[line] = max(scores[line], _RECORDED_WEIGHT * _DECAY ** max(0, number - 1))
         if source is None or not digits.isdigit():
             continue
-        extra_distance = 0.0 if line == place else _RECORDED_DISTANCE + 0.1 * number
+        extra_distance = 0.0 if line == location else _RECORDED_DISTANCE + 0.1 * number
         for candidate, score in _scores(
-            source, int(digits), extra_distance, *rule_weights, variables if line == place else ()
+            source, int(digits), extra_distance, *rule_weights, variables if line == location else ()
         ).items():
             candidate_line = f"{path}:{candidate}"
             scores[candidate_line] = max(scores[candidate_line], score)
     ranked = sorted(scores, key=lambda line: -scores[line])
     shown = [line for line in ranked if scores[line] >= _MIN_SHARE * scores[ranked[0]]][:_MAX_LINES]
-    if place and place not in shown:
-        shown = [*shown[: _MAX_LINES - 1], place]
+    if location and location not in shown:
+        shown = [*shown[: _MAX_LINES - 1], location]
     return tuple(shown)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from everyrank.backends.engine import recorded
+from everyrank.backends.engine import profiler_range
 from everyrank.backends.group import PythonGroup, is_observed, observe_call, observed_calls
 from everyrank.backends.horovod import make_horovod_group
 from everyrank.backends.mpi import make_mpi_group
@@ -35,7 +35,7 @@ __all__ = [
     "no_shared_memory",
     "observe_call",
     "observed_calls",
-    "recorded",
+    "profiler_range",
     "register_backend",
 ]
 

@@ -3,10 +3,10 @@
 An operation is a generator that yields the ranks that it waits for, so one thread can run many operations. Operations
 of different groups cannot deadlock, even if ranks start them in different orders.
 
-    ENGINE.start(operation)     runs it up to its first wait
-    ENGINE.progress(operation)  runs it to its end; with async_op=True only for a short grace time
-    operation.wait()            runs all pending operations in this thread until this one is done
-    the engine's thread         runs the rest while no thread waits
+    ENGINE.start(operation)            runs it up to its first wait
+    ENGINE.finish_or_leave(operation)  runs it to its end; with async_op=True only for a short grace time
+    operation.wait()                   runs all pending operations in this thread until this one is done
+    the engine's thread                runs the rest while no thread waits
 
 Operations of one queue run one after the other: the collectives of a group, or the messages to one rank.
 """
@@ -29,7 +29,7 @@ from torch.profiler import record_function
 from everyrank.backends.operation_queue import OperationQueue, Steps, no_steps
 from everyrank.errors import RankFailedError, describe
 
-__all__ = ["DONE", "ENGINE", "Engine", "PendingWork", "recorded"]
+__all__ = ["DONE", "ENGINE", "Engine", "PendingWork", "profiler_range"]
 
 _MAX_SPINS, _MAX_SPIN_SECONDS = 200, 0.0005  # a wait spins on its own operation before it runs all pending ones
 _YIELD_SECONDS = 0.002  # a wait calls sched_yield for this long before it sleeps
@@ -48,7 +48,7 @@ class PendingWork(Work):
     queue     the queue in which it runs
     steps     the generator of the operation
     tensors   its outputs, for `result` and `get_future`
-    value     the value that the generator has returned: the sender of a receive
+    value     the value that the generator has returned; for a receive, the rank of the sender
     """
 
     # Class attributes save time, because most calls end before one of them changes.
@@ -66,11 +66,11 @@ class PendingWork(Work):
         self.name, self.queue, self.steps, self.tensors = name, queue, steps, tensors
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Wait until it is done. Raises its error: `RankFailedError` if a rank has ended or does not come in time."""
+        """Wait until it is done, or raise its error: `RankFailedError` if a rank has ended, or at the timeout."""
         if not self.done:
             if not self.is_awaited:
                 self.is_awaited, self.wait_start = True, time.monotonic()
-            with recorded(*self.name.split()):
+            with profiler_range(*self.name.split()):
                 ENGINE.finish(self, timeout.total_seconds() if timeout else None)
         if self.error is not None:
             raise self.error
@@ -107,7 +107,8 @@ class PendingWork(Work):
                 self.future = torch.futures.Future()
                 if self.done:
                     self.future.set_result(None)
-        # the callback raises the error, because DistributedDataParallel would use an exception object as tensors
+        # The callback raises the error. A future that holds the error as its value would give it to
+        # DistributedDataParallel, which would use it as tensors.
         return self.future.then(self._tensors_or_error)
 
     def _tensors_or_error(self, _: Any) -> list[Any]:
@@ -156,14 +157,17 @@ class Engine:
             if not operation.done:
                 self.pending_queues[queue] = None
 
-    def progress(self, operation: PendingWork, is_async: bool, grace_seconds: float = _GRACE_SECONDS) -> PendingWork:
+    def finish_or_leave(
+        self, operation: PendingWork, is_async: bool, grace_seconds: float = _GRACE_SECONDS
+    ) -> PendingWork:
         """Run a started operation to its end, and return it.
 
         An asynchronous one is left to the background thread if its peers do not arrive within `grace_seconds`.
         """
         if operation.done:
             return operation
-        # Messages have no grace: a callback may start several that complete only together, so none may block it.
+        # Only messages have a grace time of 0. A callback must not wait for a message, because it may start several
+        # that complete only together.
         if not is_async or (grace_seconds > 0 and is_in_callback()):
             self.finish(operation, None)
         elif not (grace_seconds > 0 and self.finish(operation, None, grace_seconds)):
@@ -188,7 +192,7 @@ class Engine:
         """Fail all operations in the queue of a destroyed group."""
         with self.lock:
             self.pending_queues.pop(queue, None)
-            queue.error = RankFailedError("its process group has ended")
+            queue.error = RankFailedError("the process group was destroyed")
             while queue.operations:
                 queue.operations.popleft().end(queue.error)
 
@@ -201,7 +205,7 @@ class Engine:
                     self._advance(operation.queue)
             if operation.done:
                 return True
-            os.sched_yield()  # there may be more ranks than cores
+            os.sched_yield()  # let another rank run on this core
             if self.is_oversubscribed or time.monotonic() > start + _MAX_SPIN_SECONDS:
                 break
         return False
@@ -261,7 +265,7 @@ class Engine:
         self.pending_queues.pop(queue, None)
 
     def _fail_overdue(self) -> None:
-        """Fail operations that wait for a rank that has ended or does not come in time. Needs the lock."""
+        """Fail operations that wait for a rank that has ended, or that have timed out. Needs the lock."""
         now = time.monotonic()
         for queue in list(self.pending_queues):
             head = queue.operations[0] if queue.operations else None
@@ -303,7 +307,7 @@ class Engine:
             queue = next(iter(list(self.pending_queues)), None)
             operation = queue.operations[0] if queue is not None and queue.operations else None
             if operation is not None:
-                with recorded(*operation.name.split()):
+                with profiler_range(*operation.name.split()):
                     self._run_in_thread_until(operation)
                 continue
             self.has_work.clear()
@@ -333,7 +337,7 @@ DONE.done = True
 _NO_RANGE = contextlib.nullcontext()
 
 
-def recorded(backend: str, name: str) -> contextlib.AbstractContextManager[Any]:
+def profiler_range(backend: str, name: str) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager that records a profiler range, for example "shm:all_reduce"."""
     return record_function(f"{backend}:{name}") if profiler._is_profiler_enabled else _NO_RANGE  # pyright: ignore
 
@@ -341,8 +345,8 @@ def recorded(backend: str, name: str) -> contextlib.AbstractContextManager[Any]:
 # --- futures, completed under the engine's lock
 #
 # A callback may start a collective and wait for its future, as torch's PowerSGD hook does. Waiting for a future runs no
-# operation. The callback's thread holds the lock, so no other thread can run one either. Therefore `progress` runs a
-# collective that a callback starts to its end.
+# operation. The callback's thread holds the lock, so no other thread can run one either. Therefore, in a callback,
+# `finish_or_leave` does not leave an asynchronous collective to the thread, but finishes it.
 
 _THREAD_LOCAL = threading.local()
 

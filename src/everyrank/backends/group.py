@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from everyrank.backends.engine import DONE, ENGINE, PendingWork, recorded
+from everyrank.backends.engine import DONE, ENGINE, PendingWork, profiler_range
 from everyrank.backends.operation_queue import OperationQueue, Steps
 from everyrank.backends.recent import RECENT_CALLS, RecentCall
 from everyrank.backends.transport import Transport
@@ -291,7 +291,7 @@ class PythonGroup(_ProcessGroup):
         operation = PendingWork(f"{self.transport.backend} {name}", queue, steps, list(tensors))
         self._record_call(name, flats).work = weakref.ref(operation)
         ENGINE.start(operation)
-        return ENGINE.progress(operation, is_async=True, grace_seconds=0.0)
+        return ENGINE.finish_or_leave(operation, is_async=True, grace_seconds=0.0)
 
     def _run(
         self, name: str, steps: Steps, inputs: Sequence[Tensor], outputs: Any, opts: Any, buffers: FlatBuffers
@@ -300,7 +300,7 @@ class PythonGroup(_ProcessGroup):
         queue, is_async = self.transport.queue, bool(getattr(opts, "asyncOp", False))
         steps = buffers.copy_back_after(steps)
         call = self._record_call(name, inputs)
-        with recorded(self.transport.backend, name):
+        with profiler_range(self.transport.backend, name):
             with (
                 ENGINE.lock
             ):  # no other thread may start a collective between the first step and the entry in the queue
@@ -311,7 +311,7 @@ class PythonGroup(_ProcessGroup):
                 work = PendingWork(f"{self.transport.backend} {name}", queue, steps, list(outputs))
                 call.work = weakref.ref(work)
                 ENGINE.start(work)
-            return ENGINE.progress(work, is_async)
+            return ENGINE.finish_or_leave(work, is_async)
 
     def _record_call(self, name: str, inputs: Sequence[Tensor]) -> RecentCall:
         if _OBSERVERS:

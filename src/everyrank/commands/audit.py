@@ -255,7 +255,7 @@ def _is_worth_comparing(audit: Audit, options: AuditOptions) -> bool:
     """Whether to compare by default: a quick script that trains, without a FAIL that the comparison cannot refute."""
     is_script = options.shim is None and audit.python_args[0] != "-m"
     is_quick = audit.seconds <= _SHORT_SECONDS and not options.watch
-    is_certain = any(finding.level == "FAIL" and not finding.about_ranks for finding in audit.findings)
+    is_certain = any(finding.level == "FAIL" and not finding.refuted_if_ranks_agree for finding in audit.findings)
     return is_script and is_quick and audit.updates > 0 and not is_certain
 
 
@@ -268,7 +268,7 @@ def _has_edits(audit: Audit) -> bool:
 
 def _show_patch(audit: Audit, options: AuditOptions, target: Path | None) -> dict[str, Any]:
     """Search for edits that fix the findings, print their diff and reasons, and return them for --json."""
-    from everyrank.audit import short_place
+    from everyrank.audit import short_location
     from everyrank.repair import patch_script
 
     patch = patch_script(audit, options, lambda text: print(f"{text} ...", file=sys.stderr))
@@ -281,13 +281,13 @@ def _show_patch(audit: Audit, options: AuditOptions, target: Path | None) -> dic
         print(f"\nmended ({audits} of the edited script confirmed it):")
     for finding, reasons in patch.mended:
         consequence = "" if reasons else ", which followed from the others"
-        print(f"  {finding.rule} at {printable(short_place(finding.place))}{consequence}")
+        print(f"  {finding.rule} at {printable(short_location(finding.location))}{consequence}")
         for line, reason in reasons:
             print(f"    line {line}: {reason}")
     if patch.left:
         print("not patched:")
         for finding, reason in patch.left:
-            print(f"  {finding.rule} at {printable(short_place(finding.place))}: {printable(reason)}")
+            print(f"  {finding.rule} at {printable(short_location(finding.location))}: {printable(reason)}")
     if not diff and not patch.left:
         print("no finding to mend")
     if target is not None:

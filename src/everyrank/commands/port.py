@@ -241,7 +241,7 @@ def _show_edits(result: PortResult, command: list[str], target: Path, text: str)
 
 def _show_check(result: PortResult, findings: list[Finding]) -> None:
     """Print the comparison, the findings of the audit, and the notes for the user."""
-    from everyrank.audit import short_place
+    from everyrank.audit import short_location
     from everyrank.report.port import check_lines
 
     best = result.best
@@ -259,7 +259,7 @@ def _show_check(result: PortResult, findings: list[Finding]) -> None:
     if findings:
         print("\nfound by the audit of the port on 2 ranks, and not in the original:")
         for finding in findings:
-            print(f"  {short_place(finding.place)}: {printable(finding.text)}\n    {printable(finding.fix)}")
+            print(f"  {short_location(finding.location)}: {printable(finding.text)}\n    {printable(finding.fix)}")
     if best.notes:
         print("\nleft to you:")
         for line, sentence in best.notes:

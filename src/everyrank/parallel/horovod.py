@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from everyrank.backends import observe_call, recorded
+from everyrank.backends import observe_call, profiler_range
 from everyrank.errors import CannotRunError, UnsupportedLayoutError, WorkloadError
 from everyrank.world import World, wait_for_horovod
 
@@ -60,7 +60,7 @@ class HorovodSum:
 
     def wait(self) -> Tensor:
         """Return the sum as a new tensor. Raises `RankFailedError` after the timeout."""
-        with recorded("horovod", "all_reduce"):
+        with profiler_range("horovod", "all_reduce"):
             wait_for_horovod(self.hvd, [self.handle], self.world)
             return self.hvd.synchronize(self.handle)
 
@@ -144,7 +144,7 @@ def check_every_gradient(model: nn.Module) -> None:
 
 def wait_for_gradients(hvd: Any, optimizer: Any, world: World) -> None:
     """Wait until every gradient is the sum over all ranks. Raises `RankFailedError` after the timeout."""
-    with recorded("horovod", "all_reduce"):
+    with profiler_range("horovod", "all_reduce"):
         on_their_way = [handle for handle, _ in optimizer._handles.values()]
         wait_for_horovod(hvd, [handle for handle in on_their_way if isinstance(handle, int)], world)
         optimizer.synchronize()

@@ -1,9 +1,9 @@
-"""Cache the runs of `single` on disk, under a name that is a hash of everything they depend on.
+"""Cache the runs of `single` on disk. The name of a file is a hash of the inputs listed below.
 
 The hash covers the code of everyrank, every imported file of the user, the installed packages, the machine, the
 settings, the initial weights, the optimizer, and every batch. It does not cover other inputs of a loss, such as an
-environment variable or a file of class weights. A difference from a cached run is therefore never reported: `single`
-runs again first. `verify --fresh` ignores the cache.
+environment variable or a file of class weights. Before `verify` reports a difference from a cached run, it therefore
+runs `single` again and compares with that run. `verify --fresh` ignores the cache.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ from everyrank.parity.rows import leaves
 from everyrank.parity.trace import Trace
 from everyrank.world import World
 
-__all__ = ["cache_name", "decode_segments", "encode_segments", "load_references", "save_references"]
+__all__ = ["cache_name", "decode_segments", "encode_segments", "load_reference", "save_reference"]
 
 _MAX_FILE_BYTES = 1 << 29  # a larger run is not cached
-_MAX_TOTAL_BYTES = 1 << 31  # the oldest files are removed above this
+_MAX_TOTAL_BYTES = 1 << 31  # above this total, the least recently used files are removed
 _PACKAGE = Path(__file__).parents[1]
 
 
-def cache_folder() -> Path:
-    """Return the folder of cached runs."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    # without a home folder the path keeps its `~`, is not absolute, and nothing is read or written
-    return Path(os.path.expanduser(base)) / "everyrank" / "references"  # noqa: PTH111  (Path.expanduser raises)
+def cache_folder() -> Path | None:
+    """Return the folder of cached runs, or None without a home folder, and if XDG_CACHE_HOME is not absolute."""
+    base = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))  # noqa: PTH111  (Path's raises)
+    return base / "everyrank" / "references" if base.is_absolute() else None
 
 
 def cache_name(case: ParityCase, single: Layout, world: World) -> str | None:
@@ -54,10 +53,10 @@ def cache_name(case: ParityCase, single: Layout, world: World) -> str | None:
     workload = case.workload
     if workload.source is None:
         return None
-    content = hashlib.sha256()
+    hasher = hashlib.sha256()
 
     def add(*values: object) -> None:
-        content.update(repr(values).encode() + b"\n")
+        hasher.update(repr(values).encode() + b"\n")
 
     add(
         _package_hash(),
@@ -78,7 +77,7 @@ def cache_name(case: ParityCase, single: Layout, world: World) -> str | None:
         workload.dropout,
     )
     for path in sorted(_user_files()):
-        content.update(path.encode() + hashlib.sha256(Path(path).read_bytes()).digest())
+        hasher.update(path.encode() + hashlib.sha256(Path(path).read_bytes()).digest())
     with wrap_user_errors():
         seed_everything(workload.seed)
         model = on_cpu(workload)
@@ -88,21 +87,21 @@ def cache_name(case: ParityCase, single: Layout, world: World) -> str | None:
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor):
             add(name, tensor.dtype, tuple(tensor.shape))
-            content.update(_tensor_bytes(tensor))
+            hasher.update(_tensor_bytes(tensor))
     add(type(optimizer), [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups])
-    add(type(schedule), [rate for group in optimizer.param_groups for rate in (group.get("lr"),)])
+    add(type(schedule), [group.get("lr") for group in optimizer.param_groups])
     for batch in _batches(case, single, world):
         for leaf in leaves(batch):
             add(leaf.dtype, tuple(leaf.shape))
-            content.update(_tensor_bytes(leaf))
-    return f"{content.hexdigest()[:40]}.safetensors"
+            hasher.update(_tensor_bytes(leaf))
+    return f"{hasher.hexdigest()[:40]}.safetensors"
 
 
 def _batches(case: ParityCase, single: Layout, world: World) -> Iterator[Any]:
     whole = Slice(0, 1)
     for updates in case.planned(single.precision):
-        data = (case.workload, case.train_data, updates, whole, single.accumulate, world, torch.float64)
-        for batches in batches_for_updates(*data):
+        arguments = (case.workload, case.train_data, updates, whole, single.accumulate, world, torch.float64)
+        for batches in batches_for_updates(*arguments):
             yield from ((batch.input, batch.target) for batch in batches)
     if case.eval_ends is not None:
         for batch in batches_for_evaluation(case.workload, case.eval_ends, whole, world, torch.float64):
@@ -111,10 +110,10 @@ def _batches(case: ParityCase, single: Layout, world: World) -> Iterator[Any]:
 
 @functools.cache
 def _package_hash() -> str:
-    content = hashlib.sha256()
+    hasher = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
-        content.update(str(path.relative_to(_PACKAGE)).encode() + path.read_bytes())
-    return content.hexdigest()
+        hasher.update(str(path.relative_to(_PACKAGE)).encode() + path.read_bytes())
+    return hasher.hexdigest()
 
 
 @functools.cache
@@ -137,24 +136,27 @@ def _tensor_bytes(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def load_references(name: str) -> tuple[Trace, dict[str, Any]] | None:
+def load_reference(name: str) -> tuple[Trace, dict[str, Any]] | None:
     """Return (the run, the other fields of its `Reference`), or None if there is no readable file."""
+    folder = cache_folder()
+    if folder is None:
+        return None
     try:
-        with safe_open(cache_folder() / name, framework="pt") as file:
+        with safe_open(folder / name, framework="pt") as file:
             metadata = json.loads(file.metadata()["about"])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (no dict)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
     with contextlib.suppress(OSError):
-        os.utime(cache_folder() / name)  # mark it as used: `_prune` removes the oldest files first
+        os.utime(folder / name)  # mark it as used: `_prune` removes the least recently used files first
     finals: list[dict[str, Tensor]] = [{} for _ in metadata["segments"]]
     zero_gradient_masks: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        kind, _, name_in_file = key.partition("/")
-        if kind == "null":
-            zero_gradient_masks[name_in_file] = tensor
+        kind, _, rest = key.partition("/")
+        if kind == "zero_gradient_mask":
+            zero_gradient_masks[rest] = tensor
         else:
-            number, _, tensor_name = name_in_file.partition("/")
+            number, _, tensor_name = rest.partition("/")
             finals[int(number)][tensor_name] = tensor
     evaluation = {key: (total, count) for key, (total, count) in metadata["evaluation"].items()}
     run = Trace(metadata["losses"], metadata["counts"], evaluation, finals, True, moved=metadata["moved"])
@@ -169,10 +171,13 @@ def load_references(name: str) -> tuple[Trace, dict[str, Any]] | None:
     }
 
 
-def save_references(name: str, run: Trace, fields: dict[str, Any]) -> None:
+def save_reference(name: str, run: Trace, fields: dict[str, Any]) -> None:
     """Write a run to the cache. A full or read-only disk is ignored: the run is only repeated next time."""
+    folder = cache_folder()
+    if folder is None:
+        return
     tensors = {f"final/{n}/{key}": value for n, final in enumerate(run.finals) for key, value in final.items()}
-    tensors |= {f"null/{key}": value for key, value in fields["zero_gradient_masks"].items()}
+    tensors |= {f"zero_gradient_mask/{key}": value for key, value in fields["zero_gradient_masks"].items()}
     if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) > _MAX_FILE_BYTES:
         return
     metadata = {
@@ -187,21 +192,20 @@ def save_references(name: str, run: Trace, fields: dict[str, Any]) -> None:
         "evaluation_floors": fields["evaluation_floors"],
         "segments": encode_segments(fields["segments"]),
     }
-    path = cache_folder() / name
+    path = folder / name
     partial = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError, SafetensorError):
-        if not path.is_absolute():
-            return
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         save_file({key: value.contiguous() for key, value in tensors.items()}, partial, {"about": json.dumps(metadata)})
         partial.replace(path)
-        _prune()
+        _prune(folder)
     with contextlib.suppress(OSError):
         partial.unlink(missing_ok=True)
 
 
-def _prune() -> None:
-    files = sorted(cache_folder().iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+def _prune(folder: Path) -> None:
+    """Remove the least recently used files above the total size."""
+    files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
     total = 0
     for path in files:
         total += path.stat().st_size

@@ -165,7 +165,7 @@ def _from_cache(case: ParityCase, singles: dict[str, Layout], world: World) -> d
     result: dict[str, Any] = {}
     for text, single in singles.items() if case.is_cached else ():
         case.names[text] = cache.cache_name(case, single, world)
-        cached = cache.load_references(case.names[text] or "")
+        cached = cache.load_reference(case.names[text] or "")
         if cached is not None:
             case.references[text] = Reference(cached[0], **cached[1])
             result[text] = cache.encode_segments(case.references[text].segments)
@@ -330,7 +330,7 @@ def _store_references(case: ParityCase, new_references: dict[str, Any]) -> dict[
         name = case.names.get(text)
         if name is not None:
             fields = {key: getattr(reference, key) for key in _CACHED_FIELDS}
-            cache.save_references(name, reference.trace, fields)
+            cache.save_reference(name, reference.trace, fields)
     return {text: cache.encode_segments(reference.segments) for text, reference in new_references.items()}
 
 

@@ -258,12 +258,12 @@ def _find_doubts(original: RankRecording, ranks: tuple[RankRecording, ...], is_c
         for line in rank.printed:
             if line.stream == "stdout":
                 doubts.setdefault(
-                    line.place, f"{_short_place(line.place)} prints on each rank: {line.text.strip()[:60]}"
+                    line.place, f"{_short_location(line.place)} prints on each rank: {line.text.strip()[:60]}"
                 )
         unmatched_names = dict(_writes(ranks[0]))
         for path, location in _writes(rank):
             if path in unmatched_names:
-                doubts.setdefault(path, f"{_short_place(location)} writes {Path(path).name} on each rank")
+                doubts.setdefault(path, f"{_short_location(location)} writes {Path(path).name} on each rank")
     expected, actual = _saved(original), _saved(ranks[0])
     unmatched_names = [name for name in actual if name not in expected]
     for name, keys in expected.items():
@@ -295,5 +295,5 @@ def _saved(recording: RankRecording) -> dict[str, list[str]]:
     return {Path(path).name: keys for path, _, keys in recording.facts.get("saved", [])}
 
 
-def _short_place(location: str) -> str:
+def _short_location(location: str) -> str:
     return location.rpartition("/")[2]

@@ -279,7 +279,7 @@ def _observed(host: ScriptHost, seed: int | None, values: bool, no_workers: bool
     return host.run(
         1,
         updates=_OBSERVED_UPDATES,
-        detailed=0,
+        num_detailed=0,
         imposed=Imposed(order=True, pass_batches=PASS_BATCHES, no_workers=no_workers, seed=seed),
         expressions=True,
         values=values,
@@ -328,7 +328,7 @@ def _original(host: ScriptHost, imposed: Imposed) -> tuple[ScriptRecording, bool
     """Return the recording of the original on one rank, and whether it is in float64."""
     runs: list[ScriptRecording] = []
     for float64 in (True, False):
-        runs.append(host.run(1, updates=UPDATES, detailed=UPDATES, float64=float64, imposed=imposed))
+        runs.append(host.run(1, updates=UPDATES, num_detailed=UPDATES, float64=float64, imposed=imposed))
         if not runs[-1].failure:
             return runs[-1], float64
     float64_run, float32_run = runs
@@ -361,7 +361,7 @@ def _check(
                 count,
                 python_args=[str(candidate), *host.python_args[1:]],
                 updates=UPDATES,
-                detailed=UPDATES,
+                num_detailed=UPDATES,
                 float64=float64,
                 imposed=imposed,
                 # Accelerate and Fabric search for GPUs themselves

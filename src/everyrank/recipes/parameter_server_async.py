@@ -2,17 +2,19 @@
 
 Run: python parameter_server_async.py --trainers 3 --replay
 
-    trainer 1   pull 0 ── compute ── push ► update 0   pull 2 ── compute ── push ► update 4
-    trainer 2   pull 0 ───── compute ───── push ► update 1   pull 3 ...
-    trainer 3   pull 1 ── compute ── push ► update 2 ...        gradient of parameters that are two updates old
+    trainer 1   pull 0 ─ compute ─ push ► update 0   pull 1 ───── compute ────── push ► update 3
+    trainer 2   pull 0 ────────── compute ────────── push ► update 1   pull 2 ...
+    trainer 3   pull 0 ─────────────────── compute ─────────────────── push ► update 2   ...
+
+    pull N is the parameters after N updates. Updates 2 and 3 use gradients at parameters that are two updates old.
 
 Memory         the server: parameters, gradients, optimizer state; a trainer: parameters and gradients
 Communication  per update, one trainer gets the parameters as the result of a call, and sends its gradients as an
                argument
 Use when       trainers differ in speed, or may die, and gradients of slightly older parameters are acceptable
 
-It is not equivalent to one device. Each batch of a trainer makes an update, with the gradient at parameters that may be
-older than those that it updates. The losses differ between runs. Hogwild itself updates without a lock.
+It is not equivalent to one device. Each batch of a trainer makes an update. Its gradient may come from older parameters
+than those of the server. The losses differ between runs. Hogwild itself updates without a lock.
 --replay checks the run: it repeats the recorded pulls and pushes in one process and compares the parameters.
 
 If a trainer dies, the others continue without its remaining samples, and a line at the end names it. If the server
@@ -51,9 +53,12 @@ def batches(data, trainer, num_trainers):
             yield data[samples]
 
 
-def gradient(model, flat, batch):
-    """Return the gradient of the mean loss at the parameters `flat`, of shape (number of parameters,), and the loss."""
-    vector_to_parameters(flat, model.parameters())
+def gradient(model, flat_parameters, batch):
+    """Return (the gradient of the mean loss at these parameters, the loss).
+
+    Parameters and gradient are vectors of shape (number of parameters,).
+    """
+    vector_to_parameters(flat_parameters, model.parameters())
     images, labels = batch
     loss = F.cross_entropy(model(images), labels)
     return torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, list(model.parameters()))]), loss.detach()
@@ -63,20 +68,20 @@ class Server:
     """Parameters and optimizer. RPC calls the methods in several threads; the lock lets one of them run at a time."""
 
     def __init__(self, model):
-        self.flat = parameters_to_vector(model.parameters()).detach().clone()
-        self.optimizer = torch.optim.SGD([self.flat], lr=0.02, momentum=0.9, weight_decay=5e-4)
+        self.flat_parameters = parameters_to_vector(model.parameters()).detach().clone()
+        self.optimizer = torch.optim.SGD([self.flat_parameters], lr=0.02, momentum=0.9, weight_decay=5e-4)
         self.lock, self.events, self.losses, self.finished_trainers = threading.Lock(), [], [], set()
 
     def pull(self, trainer):
         with self.lock:
             self.events.append((trainer, "pull"))
-            return self.flat.clone()  # a copy, because an update may change flat while it is sent
+            return self.flat_parameters.clone()  # a copy, because an update may change them while they are sent
 
-    def push(self, trainer, message, loss):
+    def push(self, trainer, flat_gradient, loss):
         with self.lock:
             self.events.append((trainer, "push"))
             self.losses.append(loss.item())
-            self.flat.grad = message
+            self.flat_parameters.grad = flat_gradient
             self.optimizer.step()
 
     def replay(self, model, data, num_trainers):
@@ -88,7 +93,7 @@ class Server:
                 pulled[trainer] = replayed.pull(trainer)
             else:
                 replayed.push(trainer, *gradient(model, pulled[trainer], next(trainer_batches[trainer])))
-        return (self.flat - replayed.flat).abs().max().item()
+        return (self.flat_parameters - replayed.flat_parameters).abs().max().item()
 
 
 server = None  # set in the server's process. Trainers call the functions below, which RPC looks up by name
@@ -98,8 +103,8 @@ def pull(trainer):
     return server.pull(trainer)
 
 
-def push(trainer, message, loss):
-    server.push(trainer, message, loss)
+def push(trainer, flat_gradient, loss):
+    server.push(trainer, flat_gradient, loss)
 
 
 def finish(trainer):
@@ -124,11 +129,12 @@ def train(trainer, num_trainers, init_method, dtype):
     connect(f"trainer{trainer}", trainer + 1, num_trainers + 1, init_method)
     try:
         for batch in batches(data, trainer, num_trainers):
-            flat = rpc.rpc_sync("server", pull, (trainer,))
-            rpc.rpc_sync("server", push, (trainer, *gradient(model, flat, batch)))
+            flat_parameters = rpc.rpc_sync("server", pull, (trainer,))
+            rpc.rpc_sync("server", push, (trainer, *gradient(model, flat_parameters, batch)))
         rpc.rpc_sync("server", finish, (trainer,))
     except RuntimeError as error:  # there is no answer, or the server raised an exception
-        sys.stderr.write(f"trainer {trainer}: the server is gone: {str(error).splitlines()[0]}\n")
+        sys.stderr.write(f"trainer {trainer}: a call to the server failed: {str(error).splitlines()[0]}\n")
+        os._exit(1)
     os._exit(0)  # without rpc.shutdown(), which would wait for dead processes
 
 
@@ -162,16 +168,17 @@ def main():
             process.join()
     lost = [trainer for trainer in range(args.trainers) if trainer not in server.finished_trainers]
     for trainer in lost:
-        sys.stderr.write(f"{name}: trainer {trainer} died ({trainers[trainer].exitcode}); the others continued\n")
+        exit_code, finished = trainers[trainer].exitcode, f"{args.trainers - len(lost)} of {args.trainers} finished"
+        sys.stderr.write(f"{name}: trainer {trainer} died with exit code {exit_code}; {finished}\n")
     if args.float64:
         for update, loss in enumerate(server.losses):
             print(f"update {update} loss {loss}")
-    else:
+    elif server.losses:
         print(f"{len(server.losses)} updates: loss {server.losses[0]:.4f} to {server.losses[-1]:.4f}")
     if args.replay:
         print(f"replay {server.replay(build().to(dtype), data, args.trainers)}")
     model = build().to(dtype)
-    vector_to_parameters(server.flat, model.parameters())
+    vector_to_parameters(server.flat_parameters, model.parameters())
     images, labels = eval_data.tensors
     print(f"top1 {(model(images).argmax(1) == labels).double().mean().item():.4f}", flush=True)
     os._exit(1 if len(lost) == args.trainers else 0)  # without rpc.shutdown(), as in train()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from everyrank.audit import Audit, AuditOptions
 from everyrank.audit.external_launch import external_rank
-from everyrank.audit.finding import LEVELS, Finding, Findings, short_place
+from everyrank.audit.finding import LEVELS, Finding, Findings, short_location
 from everyrank.audit.script import find_script, starts_ranks_itself, user_source
 from everyrank.errors import EveryrankError
 from everyrank.relations.objects import judge_counters, judge_statistics
@@ -116,9 +116,9 @@ def compare_script(
         with ScriptHost(python_args, timeout_seconds, pretend_cuda, processes) as host:
             num_equal = judge_script(host, python_args, processes, findings, updates, seconds)
     except EveryrankError as error:
-        findings.not_checked(f"comparison with one rank: not compared, because {error}")
+        findings.add_unchecked(f"comparison with one rank: not compared, because {error}")
     except Exception as error:  # the audit never ends by it
-        findings.not_checked(
+        findings.add_unchecked(
             f"comparison with one rank: not compared, because it failed ({type(error).__name__}: {error})"
         )
     elapsed_seconds = time.monotonic() - start
@@ -140,7 +140,7 @@ def judge_script(
     """
     many = host.run_in_float64(processes, python_args=python_args, updates=updates, seconds=seconds)
     if many.failure:
-        findings.not_checked(f"{processes} ranks against one: not compared, because {many.failure}")
+        findings.add_unchecked(f"{processes} ranks against one: not compared, because {many.failure}")
         return 0
     judge_rounded_updates(many.ranks[0], findings)
     judge_samples(many, findings)
@@ -162,7 +162,7 @@ def judge_script(
 
     def run_alone(imposed: Imposed) -> ScriptRecording:
         return host.run(
-            1, python_args=python_args, imposed=imposed, float64=many.float64, updates=updates, detailed=updates
+            1, python_args=python_args, imposed=imposed, float64=many.float64, updates=updates, num_detailed=updates
         )
 
     single, imposed, num_equal = run_alone(Imposed(recording=many)), Imposed(recording=many), 0
@@ -184,11 +184,11 @@ def judge_script(
             imposed=dataclasses.replace(imposed, without_checkpointing=True),
             float64=many.float64,
             updates=2,  # the states of the first update are recorded when the second one begins
-            detailed=2,
+            num_detailed=2,
         )
         if without_checkpointing.failure:
-            findings.not_checked(
-                f"activation checkpointing at {short_place(lines[0])}: {without_checkpointing.failure}"
+            findings.add_unchecked(
+                f"activation checkpointing at {short_location(lines[0])}: {without_checkpointing.failure}"
             )
         else:
             judge_recomputation(single.ranks[0], without_checkpointing.ranks[0], findings)
@@ -209,7 +209,7 @@ def _judge_against_one(
         single, imposed = _run_with_cut_batches(many, single, text, run_alone)
         cuts_batches = single is not first_run
     if cuts_batches and many.ranks[0].printed:
-        findings.not_checked(
+        findings.add_unchecked(
             "printed numbers: the script cuts its batches itself, so it may print numbers of other batches"
         )
     elif not single.failure and many.ranks[0].printed:
@@ -225,7 +225,7 @@ def _judge_against_one(
             single, imposed, num_equal, by_ranks = larger, larger_imposed, num_equal_larger, with_larger
     findings.extend(by_ranks)
     for reason in by_ranks.unchecked:
-        findings.not_checked(reason)
+        findings.add_unchecked(reason)
     return single, imposed, num_equal
 
 
@@ -282,14 +282,14 @@ def _judge_short_epochs(
             imposed=dataclasses.replace(imposed, pass_batches=_PASS_BATCHES),
             float64=float64,
             updates=_SHORT_UPDATES,
-            detailed=_SHORT_UPDATES,
+            num_detailed=_SHORT_UPDATES,
             seconds=_SHORT_SECONDS,
         )
 
     many = run_short(processes, Imposed())
     if many.failure or misses_evaluation(many, ".eval()"):
         reason = f"the script fails with shortened epochs ({many.failure})" if many.failure else "none was reached"
-        findings.not_checked(f"numbers of evaluations against one rank: {reason}")
+        findings.add_unchecked(f"numbers of evaluations against one rank: {reason}")
         return
     single, rank_0 = (run_short(1, Imposed(recording=many, only_rank=rank, parameters=rank == 0)) for rank in (None, 0))
     judge_evaluations(many, single, rank_0, lambda imposed: run_short(1, imposed), findings)
@@ -301,11 +301,11 @@ def _judge_complete_runs(host: ScriptHost, python_args: Sequence[str], processes
     seconds = _COMPLETE_RUN_SECONDS * _slowdown()
     for ranks in (processes, 1):
         run = host.run(
-            ranks, python_args=python_args, updates=_MAX_UPDATES, seconds=seconds, detailed=0, only_rates=True
+            ranks, python_args=python_args, updates=_MAX_UPDATES, seconds=seconds, num_detailed=0, only_rates=True
         )
         if run.failure or not run.ranks[0].facts.get("came_to_end"):
             reason = run.failure or f"the script does not end within {seconds:.0f} s"
-            findings.not_checked(f"whether the schedule ends with the training: {reason}")
+            findings.add_unchecked(f"whether the schedule ends with the training: {reason}")
             return
         runs.append(run)
     judge_horizon(runs[0], runs[1], findings)
@@ -331,16 +331,16 @@ def joined_findings(by_rules: Sequence[Finding], by_relations: Sequence[Finding]
         if not causes:
             unexplained.append(finding)
             continue
-        cause = next((each for each in causes if each.place == finding.place), causes[0])
+        cause = next((each for each in causes if each.location == finding.location), causes[0])
         index = joined.index(cause)
-        if cause.rule.endswith(".unexplained") and finding.place != cause.place:
-            also = tuple(dict.fromkeys((*finding.also, cause.place, *cause.also)))
+        if cause.rule.endswith(".unexplained") and finding.location != cause.location:
+            other_lines = tuple(dict.fromkeys((*finding.other_lines, cause.location, *cause.other_lines)))
             text = f"{finding.text}. Rule {cause.rule}: {cause.text}"
-            joined[index] = dataclasses.replace(finding, text=text, also=also)
+            joined[index] = dataclasses.replace(finding, text=text, other_lines=other_lines)
         else:
-            also = tuple(dict.fromkeys((*cause.also, finding.place, *finding.also)))
+            other_lines = tuple(dict.fromkeys((*cause.other_lines, finding.location, *finding.other_lines)))
             text = f"{cause.text}. Comparison with one rank: {finding.text}"
-            joined[index] = dataclasses.replace(cause, text=text, also=also)
+            joined[index] = dataclasses.replace(cause, text=text, other_lines=other_lines)
     return sorted([*joined, *unexplained], key=lambda finding: LEVELS.index(finding.level))
 
 
@@ -363,7 +363,7 @@ def with_comparison(audit: Audit, options: AuditOptions) -> Audit:
     remaining = [
         finding
         for finding in audit.findings
-        if finding.rule not in comparison.refuted and not (are_equal and finding.about_ranks)
+        if finding.rule not in comparison.refuted and not (are_equal and finding.refuted_if_ranks_agree)
     ]
     result = "the script ran again for the comparison with one rank"
     if are_equal:
@@ -406,9 +406,9 @@ def _with_more_runs(
         with ScriptHost(audit.python_args, options.timeout_seconds, options.pretend_cuda, audit.world_size) as host:
             judge(host, findings)
     except EveryrankError as error:
-        findings.not_checked(f"{name}: {error}")
+        findings.add_unchecked(f"{name}: {error}")
     except Exception as error:  # the audit never ends by it
-        findings.not_checked(f"{name}: the comparison failed ({type(error).__name__}: {error})")
+        findings.add_unchecked(f"{name}: the comparison failed ({type(error).__name__}: {error})")
     seconds = time.monotonic() - start
     return dataclasses.replace(
         audit,

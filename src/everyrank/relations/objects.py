@@ -52,7 +52,7 @@ def judge_statistics(many: ScriptRecording, findings: Findings) -> None:
                 f"after update {update}, {class_name}.{attribute} differs between the ranks by {difference:.2g} of its "
                 f"norm, although the model is the same, because each rank uses the statistics of its local samples",
                 "all-reduce the sums and the counts from which it is computed",
-                also=lines[1:],
+                other_lines=lines[1:],
             )
             return
 
@@ -70,7 +70,7 @@ def lines_of_state(rank: RankRecording, name: str) -> tuple[str, ...]:
 
 def judge_counters(rank: RankRecording, findings: Findings) -> None:
     """Find counters that an object uses and that its `state_dict` leaves out."""
-    for path, class_name, attribute, save in rank.facts.get("left_out", []):
+    for path, class_name, attribute, save in rank.facts.get("missing_counters", []):
         if _is_read(path, class_name, attribute):
             lines = (*_returned_at(path, class_name, "state_dict"), *_assigned_at(path, class_name, attribute), save)
             findings.add(
@@ -80,7 +80,7 @@ def judge_counters(rank: RankRecording, findings: Findings) -> None:
                 f"the checkpoint lacks {class_name}.{attribute}, which grows with each update and is used: a resumed "
                 f"training starts with its initial value",
                 f"add it to state_dict() of {class_name}, and read it in load_state_dict()",
-                also=lines[1:],
+                other_lines=lines[1:],
             )
 
 

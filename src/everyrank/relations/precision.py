@@ -40,5 +40,5 @@ def judge_rounded_updates(rank: RankRecording, findings: Findings) -> None:
         "precision",
         "keep the parameters in float32 and compute in bfloat16 (autocast, MixedPrecisionPolicy), or "
         "round stochastically",
-        also=tuple(line for lines in rank.facts.get("made_at", {}).values() for line in lines),
+        other_lines=tuple(line for lines in rank.facts.get("constructed_at", {}).values() for line in lines),
     )

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable
 
-from everyrank.audit.finding import Findings, short_place
+from everyrank.audit.finding import Findings, short_location
 from everyrank.relations.shown_variables import shown_variables
 from everyrank.rerun import Imposed, Printed, RankRecording, ScriptRecording
 
@@ -44,7 +44,7 @@ def judge_printed(
         if not len(line.numbers) == len(shown.numbers) == len(local.numbers):
             continue
         if line.update in single.facts.get("drawn_without_grad", []):
-            findings.not_checked(f"numbers of {short_place(line.place)}: its evaluation draws random numbers")
+            findings.add_unchecked(f"numbers of {short_location(line.place)}: its evaluation draws random numbers")
             continue
         for index, number in enumerate(shown.numbers):
             reason = numbers.why_wrong(line, shown, local, index)
@@ -57,7 +57,7 @@ def judge_printed(
                     f"the number {number:.6g} of {shown.text.strip()[:80]!r} is {line.numbers[index]:.6g} on one rank "
                     f"with the same samples and weights: {reason}",
                     "sum numerators and denominators over the ranks separately, then divide",
-                    also=(item,),
+                    other_lines=(item,),
                     variables=shown_variables(line.place, shown.text, shown.positions[index]),
                 )
                 break
@@ -194,7 +194,7 @@ def _has(lines: dict[_Line, Printed], shown: Printed, index: int, margin: _Margi
 
 def evaluates(rank: RankRecording) -> bool:
     """Whether a rank has read from a loader that it did not train on."""
-    return any(key[0] not in rank.facts.get("trained", []) for key, _, _ in rank.batches)
+    return any(key[0] not in rank.facts.get("training_loaders", []) for key, _, _ in rank.batches)
 
 
 def _key(line: Printed) -> _Line:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from everyrank.audit.finding import Findings, short_place
+from everyrank.audit.finding import Findings, short_location
 from everyrank.relations.lines import DifferingLine, first_differing, first_scaled
 from everyrank.relations.numbers import constant_factor, join_ranks, relative_difference, tolerance_of
 from everyrank.relations.objects import lines_of_state
@@ -136,17 +136,17 @@ def judge_ranks(
     except _NotComparedError as error:
         if isinstance(error, _OtherInputsError) and _scaled_inputs(many, single.ranks[0], findings):
             return 0
-        findings.not_checked(f"{len(many.ranks)} ranks against one: not compared, because {error}")
+        findings.add_unchecked(f"{len(many.ranks)} ranks against one: not compared, because {error}")
         return 0
     if case.limit:
-        findings.not_checked(f"updates after the first {case.num_updates} against one rank: {case.limit}")
+        findings.add_unchecked(f"updates after the first {case.num_updates} against one rank: {case.limit}")
     _judge_draws(case, findings)
     by_gradient, by_rate = Findings(), Findings()
     differs = _judge_gradients(case, by_gradient)
     changed = _judge_rates(case, by_rate, case.num_updates if differs is None else differs + 1)
     findings.extend(by_gradient if changed is None else by_rate)  # the rate comes first: it moves the parameters
     for reason in by_gradient.unchecked:
-        findings.not_checked(reason)
+        findings.add_unchecked(reason)
     differs = differs if changed is None else changed
     _judge_states(case, findings, differs if differs is not None else case.num_updates)
     if differs is None and rank_0_alone is not None and not rank_0_alone.failure:
@@ -170,7 +170,7 @@ def judge_evaluations(
         findings.extend(finding for finding in all_findings if finding.rule == "ranks.printed")
     else:
         for reason in all_findings.unchecked:
-            findings.not_checked(f"numbers of evaluations: {reason}")
+            findings.add_unchecked(f"numbers of evaluations: {reason}")
 
 
 def misses_evaluation(many: ScriptRecording, text: str) -> bool:
@@ -178,7 +178,9 @@ def misses_evaluation(many: ScriptRecording, text: str) -> bool:
     rank = many.ranks[0]
     if rank.facts.get("came_to_end") or evaluates(rank) or not rank.batches:
         return False
-    is_unread = any(number not in rank.facts.get("trained", []) for number in rank.facts.get("loader_places", {}))
+    is_unread = any(
+        number not in rank.facts.get("training_loaders", []) for number in rank.facts.get("loader_places", {})
+    )
     return is_unread or any(word in text for word in _EVALUATES)
 
 
@@ -224,8 +226,10 @@ def _reads_same(many: ScriptRecording) -> bool:
     """Whether all ranks train on the same batches, like the members of an ensemble."""
     read: list[list[list[int]]] = []
     for rank in many.ranks:
-        trained = rank.facts.get("trained", [])
-        read.append([samples_of_batch(batch) for key, batch, _ in rank.batches if key[0] in trained][:_MAX_BATCHES])
+        training_loaders = rank.facts.get("training_loaders", [])
+        read.append(
+            [samples_of_batch(batch) for key, batch, _ in rank.batches if key[0] in training_loaders][:_MAX_BATCHES]
+        )
     return any(read[0]) and len(read) > 1 and all(of_rank == read[0] for of_rank in read[1:])
 
 
@@ -324,7 +328,7 @@ def _scaled_inputs(many: ScriptRecording, single: RankRecording, findings: Findi
         "with the same batches, the inputs of the model on the ranks are those on one rank "
         f"{'multiplied by' if has_factors else 'plus'} {numbers}",
         "compute this number from the data of all ranks, or on rank 0, and broadcast it",
-        also=(line.scalar_location,),
+        other_lines=(line.scalar_location,),
     )
     return True
 
@@ -415,8 +419,9 @@ def _explains_hook(case: _Case, findings: Findings, update: int) -> bool:
         math.isclose(factor, expected, rel_tol=_HOOK_TOLERANCE) for expected in (case.num_ranks, 1 / case.num_ranks)
     ):
         return False
-    findings.not_checked(
-        f"gradients of {case.num_ranks} ranks against one: the communication hook of {short_place(hook)} changes them"
+    findings.add_unchecked(
+        f"gradients of {case.num_ranks} ranks against one: the communication hook of {short_location(hook)} "
+        "changes them"
     )
     return True
 
@@ -442,14 +447,14 @@ def _report_difference(
     is_rounded = bool(case.many.ranks[0].facts.get("comm_hook"))
     differing = [(wholes[name].tensor, values[name]) for name in names if name in wholes]
     factor = constant_factor(differing, _HOOK_TOLERANCE if is_rounded else 1e-3) if kind == "gradients" else None
-    reason, location, also = _explained(case, update, kind, factor)
+    reason, location, other_lines = _explained(case, update, kind, factor)
     changes = _rounded_or_small(pairs, names[worst]) if kind == "gradients" else ""
     if changes and not reason:
-        findings.not_checked(f"gradients of {case.num_ranks} ranks against one: in update {update} {changes}")
+        findings.add_unchecked(f"gradients of {case.num_ranks} ranks against one: in update {update} {changes}")
         return
     if kind == "gradients" and not reason:
         line = first_differing(case.many, case.single, case.tolerance) if update == 0 else None
-        reason, location, also = (
+        reason, location, other_lines = (
             _begun_at(case, line) if line is not None else ("", single.step, list(single.backwards))
         )
     findings.add(
@@ -458,7 +463,7 @@ def _report_difference(
         location,
         f"{text}: {reason or 'no rule explains it'}",
         "make the computation the same on any number of ranks, or ignore this if ranks are intended to differ",
-        also=tuple(also),
+        other_lines=tuple(other_lines),
     )
 
 
@@ -481,12 +486,12 @@ def _begun_at(case: _Case, line: DifferingLine) -> tuple[str, str, list[str]]:
     """(reason, line, further lines) of a difference that begins at a line."""
     numbers = ", ".join(f"{number:.5g}" for number in line.ranks)
     reason = (
-        f"the difference begins at {short_place(line.location)} ({line.operation}): {numbers} on the ranks, "
+        f"the difference begins at {short_location(line.location)} ({line.operation}): {numbers} on the ranks, "
         f"{line.single:.5g} on one"
     )
     if line.sums:
         reason += (
-            f"; {short_place(line.sums[-1])} is a sum over the ranks, which averaged gradients divide by "
+            f"; {short_location(line.sums[-1])} is a sum over the ranks, which averaged gradients divide by "
             f"{case.num_ranks}"
         )
     return reason, line.location, [*line.sums[-2:], case.single.updates[0].step]
@@ -550,15 +555,15 @@ def _report_unaveraged(
                 rank_values[0] is not None and join_ranks(rank_values, rank_values[0]).is_same for rank_values in held
             )
         ):
-            findings.not_checked(
+            findings.add_unchecked(
                 f"{case.num_ranks} ranks against one: not compared, because ranks train separately and are averaged "
                 f"later (local SGD)"
             )
             return
     if len(case.single.updates[update].gradients) == len(own_gradient_names) and case.num_updates < 3:
-        findings.not_checked(f"{case.num_ranks} ranks against one: not compared, because there were too few updates")
+        findings.add_unchecked(f"{case.num_ranks} ranks against one: not compared, because there were too few updates")
         return
-    made_at = case.single.facts.get("made_at", {})
+    constructed_at = case.single.facts.get("constructed_at", {})
     findings.add(
         "WARN",
         "ranks.own-gradient",
@@ -567,8 +572,10 @@ def _report_unaveraged(
         f"different gradient on each rank, for example {own_gradient_names[0]}: it is never averaged, so the ranks "
         "drift apart",
         "average the gradients of these parameters over the ranks before the step",
-        also=tuple(
-            dict.fromkeys(line for name in own_gradient_names for line in made_at.get(name.partition(": ")[0], []))
+        other_lines=tuple(
+            dict.fromkeys(
+                line for name in own_gradient_names for line in constructed_at.get(name.partition(": ")[0], [])
+            )
         ),
     )
 
@@ -620,7 +627,7 @@ def _judge_rates(case: _Case, findings: Findings, end: int) -> int | None:
             ]
             stretched = is_scaled_by_ranks(curves[0], curves[1], case.num_ranks)
             if stretched is None:
-                findings.not_checked("learning rates against one rank: there were too few updates")
+                findings.add_unchecked("learning rates against one rank: there were too few updates")
             if stretched is not False:
                 return None
             findings.add(
@@ -630,7 +637,7 @@ def _judge_rates(case: _Case, findings: Findings, end: int) -> int | None:
                 f"update {update}: the learning rate is {ranks[0].rates[0]:.6g} on {case.num_ranks} ranks, and "
                 f"{single.rates[0]:.6g} on one rank with the same batches",
                 "compute the schedule, and the metric of ReduceLROnPlateau, from all ranks",
-                also=tuple(case.single.facts.get("schedules", [])),
+                other_lines=tuple(case.single.facts.get("schedules", [])),
             )
             return update
     return None
@@ -666,7 +673,7 @@ def _judge_states(case: _Case, findings: Findings, end: int) -> None:
                 f"after update {update}, the state {name} {description} differs from that of one rank by "
                 f"{relative_difference(joined.tensor, state):.2g} of its norm",
                 "reduce its inputs over the ranks, or compute it on one rank and broadcast it",
-                also=lines[1:],
+                other_lines=lines[1:],
             )
             return
 

@@ -36,7 +36,7 @@ def judge_recomputation(single: RankRecording, without_checkpointing: RankRecord
         f"activation checkpointing changes the gradient of {worst} by {differences[worst]:.2g} of its norm: the second "
         f"forward computes different values from the first, for example with different dropout masks",
         "leave preserve_rng_state at its default (True), and change no state inside the checkpointed function",
-        also=tuple(lines[1:]),
+        other_lines=tuple(lines[1:]),
     )
 
 
@@ -60,5 +60,5 @@ def _judge_states(
             f"activation checkpointing changes {len(changed)} buffers, such as {changed[0]}: the second forward "
             f"updates them again, for example the running statistics of batch norm",
             "keep layers that change a buffer, such as batch norm, outside of the checkpointed function",
-            also=tuple(lines[1:]),
+            other_lines=tuple(lines[1:]),
         )

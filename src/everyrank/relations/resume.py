@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from everyrank.audit.finding import Findings, short_place
+from everyrank.audit.finding import Findings, short_location
 from everyrank.errors import UsageError
 from everyrank.relations.numbers import relative_difference
 from everyrank.relations.samples import samples_of_batch
@@ -62,7 +62,7 @@ def judge_resume(
             imposed=_SEED,
             float64=False,
             updates=last,
-            detailed=last,
+            num_detailed=last,
             seconds=20.0,
             files=files,
         )
@@ -78,10 +78,10 @@ def judge_resume(
     saved = [save for save in stopped.ranks[0].facts.get("saved_after", []) if save[1]]
     for recording in (uninterrupted, stopped):
         if recording.failure:
-            findings.not_checked(f"resume: the script fails ({recording.failure})")
+            findings.add_unchecked(f"resume: the script fails ({recording.failure})")
             return
     if not saved or saved[-1][1] >= len(uninterrupted.ranks[0].updates):
-        findings.not_checked(
+        findings.add_unchecked(
             f"resume: no checkpoint was saved within {len(uninterrupted.ranks[0].updates)} updates; use --stop-with to "
             "add arguments that save and end earlier"
         )
@@ -89,7 +89,7 @@ def judge_resume(
     start = saved[-1][1]
     resumed = run(command.resume, min(6, len(uninterrupted.ranks[0].updates) - start), files=stopped)
     if resumed.failure:
-        findings.not_checked(f"resume: the script does not start with these arguments ({resumed.failure})")
+        findings.add_unchecked(f"resume: the script does not start with these arguments ({resumed.failure})")
         return
     judge_resumed(uninterrupted.ranks[0], resumed.ranks[0], start, saved[-1][2], findings)
 
@@ -103,7 +103,7 @@ def judge_resumed(
     save_line  the line that wrote the checkpoint
     """
     if not resumed.updates:
-        findings.not_checked("resume: the resumed run made no update")
+        findings.add_unchecked("resume: the resumed run made no update")
         return
     for number, update in enumerate(resumed.updates):
         if start + number >= len(uninterrupted.updates):
@@ -116,9 +116,9 @@ def judge_resumed(
                 "resume.differs",
                 resumed.facts.get("loads", [save_line])[0],
                 f"update {start + number}, {_ordinal(number)} after a resume from the checkpoint of "
-                f"{short_place(save_line)}: {difference}",
+                f"{short_location(save_line)}: {difference}",
                 "save all state that the training needs, and load it before the first batch is read",
-                also=(save_line,),
+                other_lines=(save_line,),
             )
             return
 

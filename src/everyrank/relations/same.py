@@ -24,7 +24,7 @@ def judge_settings(
     first = host.run_in_float64(processes, python_args=python_args, updates=updates, seconds=20.0)
     label = f"--same {' '.join(more_args)!r}"
     if first.failure:
-        findings.not_checked(f"{label}: the script fails in the comparison ({first.failure})")
+        findings.add_unchecked(f"{label}: the script fails in the comparison ({first.failure})")
         return
     other = host.run(
         processes,
@@ -32,12 +32,12 @@ def judge_settings(
         imposed=Imposed(recording=first, by_rows=True),
         float64=first.float64,
         updates=updates,
-        detailed=updates,
+        num_detailed=updates,
         seconds=20.0,
     )
     refused = [reason for rank in (*first.ranks, *other.ranks) for reason, _ in rank.facts.get("refused", [])]
     if other.failure or refused:
-        findings.not_checked(f"{label}: not compared, because {(other.failure or refused[0])}")
+        findings.add_unchecked(f"{label}: not compared, because {(other.failure or refused[0])}")
         return
     judge_same(first.ranks[0], other.ranks[0], label, findings)
 
@@ -47,21 +47,21 @@ def judge_same(first: RankRecording, other: RankRecording, label: str, findings:
     sizes = [_rows_of_updates(rank) for rank in (first, other)]
     count = min(len(first.updates), len(other.updates))
     if not count:
-        findings.not_checked(f"{label}: no update was made")
+        findings.add_unchecked(f"{label}: no update was made")
         return
     if not any(sizes[0]):
-        findings.not_checked(f"{label}: the batches do not come from a DataLoader")
+        findings.add_unchecked(f"{label}: the batches do not come from a DataLoader")
         return
     if first.facts.get("batch_norms") and len(first.updates[0].losses) != len(other.updates[0].losses):
-        findings.not_checked(f"{label}: batch norm uses the statistics of different batches")
+        findings.add_unchecked(f"{label}: batch norm uses the statistics of different batches")
         return
     tolerance = tolerance_of(list(first.updates[0].before.values()))
     if tolerance is None:
-        findings.not_checked(f"{label}: the script computes in 16 bits")
+        findings.add_unchecked(f"{label}: the script computes in 16 bits")
         return
     for update in range(count):
         if sizes[0][update] != sizes[1][update]:
-            findings.not_checked(
+            findings.add_unchecked(
                 f"{label}: update {update} reads {sizes[0][update]} samples on a rank, and {sizes[1][update]} with "
                 f"these settings"
             )
@@ -118,7 +118,7 @@ def _differs(
             f"update {update}: with {label} and the same samples, the {quantity} of {worst} differs by "
             f"{differences[worst]:.2g} of its norm{reason}",
             "give each sample the same weight, for any number of batches of an update",
-            also=(first_update.step,),
+            other_lines=(first_update.step,),
         )
         return True
     return False
@@ -126,9 +126,9 @@ def _differs(
 
 def _rows_of_updates(rank: RankRecording) -> list[int]:
     """The number of samples that each update has read."""
-    trained = rank.facts.get("trained", [])
+    training_loaders = rank.facts.get("training_loaders", [])
     sizes = [0] * len(rank.updates)
     for (loader, _), batch, update in rank.batches:
-        if loader in trained and update < len(sizes):
+        if loader in training_loaders and update < len(sizes):
             sizes[update] += num_samples(batch)
     return sizes

@@ -107,9 +107,9 @@ def _batches_at_once(many: ScriptRecording) -> dict[tuple[int, int], list[tuple[
     """The pairs of batches that ranks 0 and 1 read at the same position of each pass over a training loader."""
     passes: list[dict[tuple[int, int], list[Any]]] = []
     for rank in many.ranks[:2]:
-        trained, batches_of_rank = rank.facts.get("trained", []), dict[tuple[int, int], list[Any]]()
+        training_loaders, batches_of_rank = rank.facts.get("training_loaders", []), dict[tuple[int, int], list[Any]]()
         for (loader, number), batch, _ in rank.batches:
-            if loader in trained:
+            if loader in training_loaders:
                 batches_of_rank.setdefault((loader, number), []).append(batch)
         passes.append(batches_of_rank)
     return {key: list(zip(first, passes[1].get(key, []), strict=False)) for key, first in passes[0].items()}
@@ -183,7 +183,7 @@ def _batches_of_orders(rank: RankRecording) -> dict[tuple[int, int], tuple[str, 
     """(line, number of batches of each order except the last) of each pass over a training loader of a rank."""
     passes: dict[tuple[int, int], Counter[int]] = {}
     for loader, number, _, _, orders in rank.facts.get("read", []):
-        if loader in rank.facts.get("trained", []):
+        if loader in rank.facts.get("training_loaders", []):
             passes.setdefault((loader, number), Counter())[orders] += 1
     places = rank.facts.get("loader_places", {})
     return {key: (places.get(key[0], ""), list(counts.values())[:-1]) for key, counts in passes.items()}

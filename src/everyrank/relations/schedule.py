@@ -99,7 +99,7 @@ def judge_horizon(many: ScriptRecording, single: ScriptRecording, findings: Find
             f"the learning rate of update u on {len(many.ranks)} ranks is that of update {len(many.ranks)}u on one "
             f"rank, and the script makes {len(shared_rates)} updates on both: the schedule ends before training does",
             "step the scheduler once per update, or multiply its length by the number of ranks",
-            also=tuple(locations[1:]),
+            other_lines=tuple(locations[1:]),
         )
     if abs(update_ratio - len(many.ranks)) > _RATIO_TOLERANCE * len(many.ranks):
         return  # the number of updates is a setting, or the script stopped early
@@ -123,7 +123,7 @@ def judge_horizon(many: ScriptRecording, single: ScriptRecording, findings: Find
             f"({len(shared_rates)} updates), and at {single_rates[-1]:.0%} on one rank ({len(single_rates)} updates): "
             f"the length of the schedule ignores the number of ranks",
             "compute the number of updates from len(loader), which the sampler has divided by the ranks",
-            also=tuple(locations[1:]),
+            other_lines=tuple(locations[1:]),
         )
     elif idle[0] > _MAX_IDLE_SHARE and idle[1] < _MAX_IDLE_SHARE / 4:
         findings.add(
@@ -133,5 +133,5 @@ def judge_horizon(many: ScriptRecording, single: ScriptRecording, findings: Find
             f"the learning rate is zero in {idle[0]:.0%} of the updates on {len(many.ranks)} ranks, and in "
             f"{idle[1]:.0%} on one rank: the schedule ends before training does",
             "step the scheduler once per update, and compute its length from the number of updates",
-            also=tuple(locations[1:]),
+            other_lines=tuple(locations[1:]),
         )

@@ -19,13 +19,13 @@ def _judge_dead_parameters(rank: RankRecording, findings: Findings) -> None:
     dead = rank.facts.get("dead")
     if not dead:
         return
-    location, num_dead, total, trained = dead
+    location, num_dead, total, unstepped = dead
     findings.add(
         "FAIL",
         "weights.not-stepped",
         location,
         f"{num_dead} of {total} parameters of the optimizer belong to no module and have no gradient, while "
-        f"{len(trained)} parameters of the model have one and are not stepped, for example {trained[0]}",
+        f"{len(unstepped)} parameters of the model have one and are not stepped, for example {unstepped[0]}",
         "construct the optimizer from the parameters of the model after it was wrapped, and before its first forward",
     )
 
@@ -41,7 +41,7 @@ def _judge_counted_steps(rank: RankRecording, findings: Findings) -> None:
             f"a step with zero gradients before the first backward counts: the first update is number "
             f"{count + 1:g} for the optimizer, so its bias correction is too small",
             "set the learning rate and the weight decay to 0 for that step, and state['step'] to 0 after it",
-            also=(step,),
+            other_lines=(step,),
         )
 
 
@@ -64,6 +64,6 @@ def _judge_copies(rank: RankRecording, findings: Findings) -> None:
             f"{names[location]}, in a copy of the model, changes {max_moves} times per update although the parameters "
             f"change once: its decay is applied per micro-batch",
             "update the copy only after optimizer.step()",
-            also=callers[location],
+            other_lines=callers[location],
         )
         return

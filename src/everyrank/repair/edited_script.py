@@ -154,14 +154,14 @@ class EditedScript:
 
 
 def line_of(location: str, script: Path) -> int:
-    """Return the line of a place, FILE:LINE; 0 if it is not in the script."""
+    """Return the line of a location, FILE:LINE; 0 if it is not in the script."""
     file, _, line = location.rpartition(":")
     return int(line) if line.isdigit() and Path(file).resolve() == script.resolve() else 0
 
 
 def line_of_finding(finding: Finding) -> int:
     """Return the line of a finding in the script."""
-    return int(finding.place.rpartition(":")[2])
+    return int(finding.location.rpartition(":")[2])
 
 
 def _own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:

@@ -29,7 +29,7 @@ __all__ = [
 
 def add_up_over_ranks(script: EditedScript, finding: Finding) -> None:
     """Add up the sums of an evaluation's loop over the ranks."""
-    lines = [line_of_finding(finding), *(int(each.rpartition(":")[2]) for each in finding.also)]
+    lines = [line_of_finding(finding), *(int(each.rpartition(":")[2]) for each in finding.other_lines)]
     for line in lines:
         try:
             loop = script.loop_around(line)

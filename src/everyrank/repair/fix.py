@@ -42,10 +42,12 @@ class Patch:
         """Return the JSON of --json."""
         return {
             "mended": [
-                {"rule": finding.rule, "place": finding.place, "edits": [list(reason) for reason in reasons]}
+                {"rule": finding.rule, "place": finding.location, "edits": [list(reason) for reason in reasons]}
                 for finding, reasons in self.mended
             ],
-            "left": [{"rule": finding.rule, "place": finding.place, "reason": reason} for finding, reason in self.left],
+            "left": [
+                {"rule": finding.rule, "place": finding.location, "reason": reason} for finding, reason in self.left
+            ],
             "audits": self.audits,
         }
 
@@ -68,7 +70,7 @@ def patch_script(audit: Audit, options: AuditOptions, say: Callable[[str], None]
                 left.append((finding, "no edit is known for this kind of mistake"))
         elif finding.level == "NOTE":
             continue
-        elif not line_of(finding.place, script):
+        elif not line_of(finding.location, script):
             left.append((finding, "it is not in this script, and other files are not edited"))
         else:
             open_findings.append((finding, remedies))
@@ -91,7 +93,7 @@ def patch_script(audit: Audit, options: AuditOptions, say: Callable[[str], None]
 
 def is_editable(finding: Finding, script: Path) -> bool:
     """Whether an edit is known for a mistake in a line of this script."""
-    return finding.level in ("FAIL", "WARN") and bool(remedies_for(finding)) and line_of(finding.place, script) > 0
+    return finding.level in ("FAIL", "WARN") and bool(remedies_for(finding)) and line_of(finding.location, script) > 0
 
 
 class _Trials:

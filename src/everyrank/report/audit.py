@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from everyrank.audit import LEVELS, Audit, Finding, short_place
+from everyrank.audit import LEVELS, Audit, Finding, short_location
 from everyrank.errors import printable
 from everyrank.report.page import environment
 
@@ -45,7 +45,7 @@ def print_audit(audit: Audit) -> None:
         head = Text.assemble(
             (finding.level, _STYLES[finding.level]),
             "  ",
-            (printable(short_place(finding.place)), "bold"),
+            (printable(short_location(finding.location)), "bold"),
             f"  {finding.rule}",
         )
         console.print(head)
@@ -53,7 +53,7 @@ def print_audit(audit: Audit) -> None:
         if finding.fix:
             console.print(Padding(Text(f"write: {printable(finding.fix)}", style="green"), (0, 0, 0, 6), expand=False))
         for number, line in enumerate(finding.shown_lines):
-            shown = f"{'look at' if not number else '       '} {short_place(line)}  {_code_at(line)}".rstrip()
+            shown = f"{'look at' if not number else '       '} {short_location(line)}  {_code_at(line)}".rstrip()
             console.print(Padding(Text(printable(shown), style="dim"), (0, 0, 0, 6), expand=False))
     for kind, lines in (("replay", audit.replayed), ("note", audit.altered), ("not checked", audit.unchecked)):
         for line in lines:
@@ -78,7 +78,7 @@ def audit_page(audit: Audit) -> str:
     template = Path(__file__).with_name("audit.html").read_text(encoding="utf-8")
     files: dict[str, list[Finding]] = {}
     for finding in audit.findings:
-        files.setdefault(finding.place.rpartition(":")[0], []).append(finding)
+        files.setdefault(finding.location.rpartition(":")[0], []).append(finding)
     shown_files = [
         {"name": _relative(name) or "the run as a whole", "parts": _excerpts(name, findings)}
         for name, findings in files.items()
@@ -101,7 +101,7 @@ def _excerpts(name: str, findings: list[Finding]) -> list[dict[str, Any]]:
         lines = []
     by_line: dict[int, list[Finding]] = {}
     for finding in findings:
-        by_line.setdefault(int(finding.place.rpartition(":")[2] or 0), []).append(finding)
+        by_line.setdefault(int(finding.location.rpartition(":")[2] or 0), []).append(finding)
     excerpts: list[dict[str, Any]] = []
     for number, line_findings in sorted(by_line.items()):
         first, last = max(1, number - _CONTEXT_LINES), min(len(lines), number + _CONTEXT_LINES)

@@ -12,7 +12,17 @@ from typing import Any
 
 from everyrank.record import Interval, Record
 from everyrank.report.beside import Sets, matching
-from everyrank.report.drawing import COLOURS, TEXT, bars, colours_of, draw, legend_above, legend_height, short, spread
+from everyrank.report.drawing import (
+    COLOURS,
+    TEXT_COLOUR,
+    bars,
+    colours_of,
+    draw,
+    error_bars,
+    legend_above,
+    legend_height,
+    short,
+)
 from everyrank.report.rows import is_checked, label
 from everyrank.report.table import BREAKDOWN_FIELDS
 
@@ -31,7 +41,7 @@ def throughput(records: Sequence[Record]) -> str:
         assert value is not None
         axes.barh(row, value.median, color=colours[record.layout], alpha=0.85)
         if value.trials > 1:
-            axes.errorbar(value.median, row, xerr=spread(value), color=TEXT, capsize=3, linewidth=1)
+            axes.errorbar(value.median, row, xerr=error_bars(value), color=TEXT_COLOUR, capsize=3, linewidth=1)
 
     return bars(shown, "samples/s, median and 95% interval", paint)
 
@@ -48,7 +58,7 @@ def split(records: Sequence[Record]) -> str:
             left += value
         if record.step_seconds is not None:
             step = record.step_seconds.median * 1e3
-            axes.plot([step, step], [row - 0.4, row + 0.4], color=TEXT, linewidth=1.5)
+            axes.plot([step, step], [row - 0.4, row + 0.4], color=TEXT_COLOUR, linewidth=1.5)
 
     return bars(
         shown,
@@ -144,7 +154,7 @@ def scaling(records: Sequence[Record]) -> str:
                 sizes, values = zip(*sorted(points.items()), strict=True)
                 medians, name = [value.median for value in values], short(f"{layout}, {kind}")
                 axes.errorbar(
-                    sizes, medians, spread(*values), fmt=line_style, color=colours[layout], capsize=3, label=name
+                    sizes, medians, error_bars(*values), fmt=line_style, color=colours[layout], capsize=3, label=name
                 )
         axes.set_xticks(sorted({1, *(record.world_size for record in shown)}))
         axes.set_ylim(bottom=0)
@@ -214,7 +224,9 @@ def beside(sets: Sets) -> str:
                     position = row_index + (index - (len(sets) - 1) / 2) * height
                     colour = COLOURS[index % len(COLOURS)]
                     axes.barh(position, value.median, height * 0.9, color=colour, label=short(name))
-                    axes.errorbar(value.median, position, xerr=spread(value), color=TEXT, capsize=2, linewidth=1)
+                    axes.errorbar(
+                        value.median, position, xerr=error_bars(value), color=TEXT_COLOUR, capsize=2, linewidth=1
+                    )
         axes.set_yticks(range(len(pairs)), [short(name) for name, _ in pairs])
         axes.invert_yaxis()
         axes.set_xlabel("samples/s, median and 95% interval")

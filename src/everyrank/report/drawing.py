@@ -9,13 +9,24 @@ from typing import Any
 from everyrank.record import Interval, Record
 from everyrank.report.rows import is_checked, label
 
-__all__ = ["COLOURS", "TEXT", "bars", "colours_of", "draw", "legend_above", "legend_height", "short", "spread"]
+__all__ = [
+    "COLOURS",
+    "TEXT_COLOUR",
+    "bars",
+    "colours_of",
+    "draw",
+    "error_bars",
+    "legend_above",
+    "legend_height",
+    "short",
+]
 
-TEXT = "#010203"  # placeholder for the text colour of the page
+TEXT_COLOUR = "#010203"  # placeholder for the text colour of the page
 _WIDTH = 5.0  # inches
 _MAX_NAME_LENGTH = 30
 
-# Okabe and Ito 2008, then Tol's muted colours: distinct for most colour-blind people, on light and dark pages
+# From Okabe and Ito 2008, then from Tol's muted colours, some replaced: distinct for most colour-blind people, on
+# light and dark pages
 COLOURS = (
     *("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#a6811c", "#7a7a7a"),
     *("#882255", "#44aa99", "#6655bb", "#999933"),
@@ -28,7 +39,8 @@ def draw(height: float, paint: Callable[[Any], None]) -> str:
     from matplotlib.figure import Figure
 
     settings: dict[Any, Any] = dict.fromkeys(
-        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "legend.labelcolor"), TEXT
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "legend.labelcolor"),
+        TEXT_COLOUR,
     )
     settings |= {"svg.fonttype": "none", "svg.hashsalt": "everyrank", "text.parse_math": False, "font.size": 10}
     with mpl.rc_context(settings):
@@ -42,11 +54,11 @@ def draw(height: float, paint: Callable[[Any], None]) -> str:
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
-    return text[text.index("<svg") :].replace(TEXT, "currentColor")
+    return text[text.index("<svg") :].replace(TEXT_COLOUR, "currentColor")
 
 
 def _label_plainly(axis: Any) -> None:
-    """Label a logarithmic axis with plain numbers. The default labels are markup, which an SVG shows as text."""
+    """Label a logarithmic axis with plain numbers: with `text.parse_math=False`, `$10^3$` is shown literally."""
     from matplotlib.ticker import LogFormatter, LogFormatterMathtext
 
     if isinstance(axis.get_major_formatter(), LogFormatterMathtext):
@@ -62,7 +74,7 @@ def colours_of(records: Sequence[Record]) -> dict[str, str]:
     return {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
 
 
-def spread(*values: Interval) -> list[list[float]]:
+def error_bars(*values: Interval) -> list[list[float]]:
     """Return the distances of the interval ends from the medians, as matplotlib wants them for error bars."""
     return [
         [max(0.0, value.median - value.low) for value in values],
@@ -103,11 +115,11 @@ def legend_height(names: Sequence[str]) -> float:
 
 def bars(
     records: Sequence[Record],
-    heading: str,
+    x_label: str,
     paint: Callable[[Any, int, Record], None],
     legend: Sequence[str] = (),
 ) -> str:
-    """Draw a horizontal bar for each Record, from top to bottom; "" without Records."""
+    """Return an SVG with a horizontal bar for each Record, from top to bottom, or "" if there are no Records."""
 
     def all_bars(figure: Any) -> None:
         axes = figure.subplots()
@@ -115,7 +127,7 @@ def bars(
             paint(axes, row, record)
         axes.set_yticks(range(len(records)), [short(label(record)) for record in records])
         axes.invert_yaxis()
-        axes.set_xlabel(heading)
+        axes.set_xlabel(x_label)
         if legend:
             legend_above(axes, legend)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from everyrank.audit import Finding, short_place
+from everyrank.audit import Finding, short_location
 from everyrank.port import Attempt, PortResult
 from everyrank.report.page import environment
 
@@ -57,7 +57,7 @@ def port_page(result: PortResult, findings: Sequence[Finding], python_args: Sequ
             checks=check_lines(result),
             printed=best.differing_lines,
             doubts=best.doubts,
-            findings=[(short_place(each.place), each.text, each.fix) for each in findings],
+            findings=[(short_location(each.location), each.text, each.fix) for each in findings],
             notes=[(result.files.place(line), sentence) for line, sentence in best.notes],
             rows=list(
                 _rows(

@@ -22,7 +22,7 @@ def github_annotations(audit: Audit) -> list[str]:
     """
     lines: list[str] = []
     for finding in audit.findings:
-        path, line = _location(finding.place)
+        path, line = _location(finding.location)
         location = f"file={_property(path)},line={line}," if path else ""
         text = f"{finding.text}\nfix: {finding.fix}" if finding.fix else finding.text
         others = [_relative(line) for line in finding.shown_lines]
@@ -64,9 +64,9 @@ def _result(finding: Finding, index: int) -> dict[str, Any]:
         "level": _SARIF[finding.level],
         "message": {"text": text},
     }
-    if _location(finding.place)[0]:
-        result["locations"] = [{"physicalLocation": _physical_location(finding.place)}]
-    related = [_physical_location(line) for line in finding.lines if line != finding.place]
+    if _location(finding.location)[0]:
+        result["locations"] = [{"physicalLocation": _physical_location(finding.location)}]
+    related = [_physical_location(line) for line in finding.lines if line != finding.location]
     if related:
         result["relatedLocations"] = [{"physicalLocation": each} for each in related]
     return result

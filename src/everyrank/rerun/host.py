@@ -101,7 +101,7 @@ class ScriptHost:
         imposed: Imposed | None = None,
         float64: bool = False,
         updates: int = 12,
-        detailed: int = 6,
+        num_detailed: int = 6,
         seconds: float = 30.0,
         environment: Mapping[str, str] | None = None,
         expressions: bool = False,
@@ -111,13 +111,13 @@ class ScriptHost:
     ) -> ScriptRecording:
         """Run the script on `ranks` ranks.
 
-        updates      number of updates after which the script is ended
-        detailed     number of first updates whose gradients, parameters and states are recorded
-        expressions  also record which expressions of the script construct loaders, call the model, save, ... (facts)
-        values       with expressions: also record the values of variables, schedules and clipping
-        only_rates   record learning rates, and no batches, random numbers or values
-        files        start with the files that this earlier run has written
-        seconds      time after which the ranks agree on a last update, unless a recording is imposed
+        updates       number of updates after which the script is ended
+        num_detailed  number of first updates whose gradients, parameters and states are recorded
+        expressions   also record which expressions of the script construct loaders, call the model, save, ... (facts)
+        values        with expressions: also record the values of variables, schedules and clipping
+        only_rates    record learning rates, and no batches, random numbers or values
+        files         start with the files that this earlier run has written
+        seconds       time after which the ranks agree on a last update, unless a recording is imposed
         """
         imposed = imposed or Imposed()
         python_args = self.python_args if python_args is None else list(python_args)
@@ -139,7 +139,7 @@ class ScriptHost:
             "devices": 0 if enough_gpus(self.max_ranks) or not uses_gpu else ranks,
             "float64": float64,
             "updates": updates,
-            "detailed": detailed,
+            "num_detailed": num_detailed,
             "seconds": seconds,
             "timeout": self.timeout_seconds,
             "environment": dict(environment or {}),
@@ -189,7 +189,7 @@ class ScriptHost:
                 imposed=imposed,
                 float64=float64,
                 updates=updates,
-                detailed=updates,
+                num_detailed=updates,
                 seconds=seconds,
             )
             if not recording.failure or recording.failure.startswith("no end"):

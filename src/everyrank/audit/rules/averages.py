@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from everyrank.audit.events import CollectiveCall, EvalLoss, ReduceResult
 from everyrank.audit.evidence import Evidence
-from everyrank.audit.finding import Findings, short_place
+from everyrank.audit.finding import Findings, short_location
 from everyrank.audit.rules.evaluation import losses_by_evaluation
 
 __all__ = ["check_averages"]
@@ -55,9 +55,9 @@ def _report_equal_counts(evidence: Evidence, findings: Findings) -> None:
     for line, denominators in counts.items():
         if len(denominators) > 1 and all(count.is_integer() for count in denominators):
             shown_counts = ", ".join(f"{count:g}" for count in sorted(denominators))
-            findings.not_checked(
-                f"the ratio that is averaged at {short_place(line)}: its denominator ({shown_counts}) was equal on all "
-                "ranks so far. If it can differ, as in F1, sum numerators and denominators instead"
+            findings.add_unchecked(
+                f"the ratio that is averaged at {short_location(line)}: its denominator ({shown_counts}) was equal on "
+                "all ranks so far. If it can differ, as in F1, sum numerators and denominators instead"
             )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from everyrank.audit.events import CollectiveCall
 from everyrank.audit.evidence import Evidence
-from everyrank.audit.finding import Findings, short_place
+from everyrank.audit.finding import Findings, short_location
 
 __all__ = ["check_collectives"]
 
@@ -40,7 +40,7 @@ def check_collectives(evidence: Evidence, findings: Findings) -> None:
 def _describe_call(rank: int, event: CollectiveCall) -> str:
     shape = f" {event.shapes[0]}" if event.shapes else ""
     phase = "" if event.phase == "script" else f" ({event.phase.partition(' at ')[0]})"
-    return f"rank {rank} calls {event.op}{shape}{phase} at {short_place(event.line)}"
+    return f"rank {rank} calls {event.op}{shape}{phase} at {short_location(event.line)}"
 
 
 def _match(first: CollectiveCall, second: CollectiveCall) -> bool:
@@ -102,7 +102,7 @@ def _explain_hang(evidence: Evidence, findings: Findings) -> None:
     if findings.has("collective."):
         return
     lines = {rank: evidence.stopped_at(rank) for rank in evidence.ranks}
-    text = "; ".join(f"rank {rank} was at {short_place(line) if line else '?'}" for rank, line in lines.items())
+    text = "; ".join(f"rank {rank} was at {short_location(line) if line else '?'}" for rank, line in lines.items())
     first_line = next((line for line in lines.values() if line), "")
     fix = "find out why one rank does not reach the line where the other ranks wait"
     findings.add("FAIL", "run.hangs", first_line, f"the run hangs: {text}", fix)

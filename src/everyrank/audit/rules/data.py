@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from everyrank.audit.events import CollectiveCall, ForwardEnd, LoaderBatch, LoaderEpoch
 from everyrank.audit.evidence import Evidence, are_cut_off
-from everyrank.audit.finding import Findings, short_place
+from everyrank.audit.finding import Findings, short_location
 
 __all__ = ["check_data"]
 
@@ -34,14 +34,14 @@ def check_data(evidence: Evidence, findings: Findings) -> None:
     for epochs in epochs_by_loader.values():
         _check_epochs(evidence, epochs, findings)
     if not trained_epochs:
-        findings.not_checked(
+        findings.add_unchecked(
             "samplers: the script trains without a DataLoader; the rows that reach the model are compared"
         )
     elif not epochs_by_loader:
-        findings.not_checked("the order of epochs: the data is a stream; the rows that reach the model are compared")
+        findings.add_unchecked("the order of epochs: the data is a stream; the rows that reach the model are compared")
     elif all(len(epochs) < 2 for epochs in epochs_by_loader.values()):
         reason = "the script ended in its first" if len(epochs_by_loader) == 1 else "each loader is used for one epoch"
-        findings.not_checked(f"the order of a second epoch: {reason}")
+        findings.add_unchecked(f"the order of a second epoch: {reason}")
     _check_rows(evidence, findings)
 
 
@@ -52,7 +52,7 @@ def _check_lost_sampler(loader: LoaderEpoch, findings: Findings) -> None:
             "WARN",
             "data.sampler-lost",
             next((made for made in loader.made_at if made), loader.line),
-            f"the {kind} of a loader of this dataset at {short_place(line)} was replaced before it was read. "
+            f"the {kind} of a loader of this dataset at {short_location(line)} was replaced before it was read. "
             f"{loader.sampler} draws the samples instead, without the weights or the order of the {kind}",
             f"keep the {kind}, and divide the samples that it draws over the ranks",
             (line, loader.line),
@@ -133,7 +133,7 @@ def _check_indices(evidence: Evidence, loaders: Mapping[int, LoaderEpoch], findi
         return
     orders = list(samples.values())
     if are_cut_off(loaders.values()) and orders[0] != orders[1]:
-        findings.not_checked(
+        findings.add_unchecked(
             f"which samples each rank reads at {first_loader.line}: only the first {len(orders[0])} are known"
         )
         return
@@ -348,7 +348,7 @@ def _compare_ranks(
     """Compare the rows of two ranks, step by step and over all steps."""
     first_rows, second_rows = rows
     if len(set[str]().union(*first_rows, *second_rows)) == 1:
-        findings.not_checked("the rows that ranks feed the model: all samples of this dataset are equal")
+        findings.add_unchecked("the rows that ranks feed the model: all samples of this dataset are equal")
         return
     if any(_only_other_inputs_differ(evidence, key) for key in common_steps):
         return  # the rows are not samples; for example, they are nodes of a graph, and other inputs select from them
@@ -375,7 +375,7 @@ def _compare_ranks(
         forward_ends = {(event.update, event.micro): event for event in evidence.of(evidence.ranks[0], ForwardEnd)}
         drawn_at = forward_ends[same_steps[0]].drawn_at if same_steps[0] in forward_ends else []
         if drawn_at and evidence.has_joint_loss and not evidence.is_split:
-            text += f", and draw the same random numbers for them at {short_place(drawn_at[0])}"
+            text += f", and draw the same random numbers for them at {short_location(drawn_at[0])}"
             fix = "let the noise depend on the rank, or divide the samples over the ranks"
         seeds = evidence.equal_seeds(("torch", "numpy", "random"))
         findings.add(

@@ -19,7 +19,7 @@ from everyrank.audit.events import (
     LoaderEpoch,
 )
 from everyrank.audit.evidence import EpochKey, Evidence, are_cut_off
-from everyrank.audit.finding import Findings, short_place
+from everyrank.audit.finding import Findings, short_location
 
 __all__ = ["check_evaluation", "losses_by_evaluation"]
 
@@ -57,7 +57,7 @@ def check_evaluation(evidence: Evidence, findings: Findings) -> None:
         key for rank in evidence.ranks for key, kind in evidence.epochs[rank].items() if kind == "eval"
     )
     if not any(not event.is_grad for event in evidence.all_of(Forward)):
-        findings.not_checked("evaluation: the part of the script that ran has none")
+        findings.add_unchecked("evaluation: the part of the script that ran has none")
     if evidence.world_size > 1 and evidence.sees_functions and not _check_one_rank_evaluates(evidence, findings):
         for key in evaluation_epochs:
             loaders = {rank: evidence.loaders(rank).get(key) for rank in evidence.ranks}
@@ -139,7 +139,7 @@ def _check_shards(evidence: Evidence, key: EpochKey, loaders: dict[int, LoaderEp
     union, total = set[object]().union(*sets), sum(len(loader.indices) for loader in loaders.values())
     num_samples, line = len(union), first.line
     if are_cut_off(loaders.values()):
-        findings.not_checked(
+        findings.add_unchecked(
             f"which samples each rank evaluates at {line}: only the first of {first.num_indices} are known"
         )
         return
@@ -154,11 +154,11 @@ def _check_shards(evidence: Evidence, key: EpochKey, loaders: dict[int, LoaderEp
     if not collectives:
         _report_local_result(evidence, key, first, f"{len(sets[0])} of {num_samples}", findings)
     elif total > num_samples and any(evidence.all_of(EvalSlice)):
-        findings.not_checked("whether repeated samples are counted: the evaluation slices tensors itself")
+        findings.add_unchecked("whether repeated samples are counted: the evaluation slices tensors itself")
     elif total > num_samples and not any("gather_for_metrics" in event.library_calls for event in collectives):
         gather_functions = sorted({event.library_calls[0] for event in collectives if event.library_calls})
         gathered_by = (
-            f", by {', '.join(gather_functions)} at {short_place(collectives[0].line)}"
+            f", by {', '.join(gather_functions)} at {short_location(collectives[0].line)}"
             if gather_functions and collectives[0].lines
             else ""
         )

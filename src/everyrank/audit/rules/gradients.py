@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from everyrank.audit.events import Backward, DiscardedGradients, NoSync, OptimizerStep
 from everyrank.audit.evidence import Evidence
-from everyrank.audit.finding import Findings, short_place
+from everyrank.audit.finding import Findings, short_location
 from everyrank.audit.rules.loss_terms import BackwardKey, check_loss_terms
 
 __all__ = ["check_gradients"]
@@ -91,7 +91,7 @@ def check_gradients(evidence: Evidence, findings: Findings) -> None:
         return  # `check_replicas` reports it
     _check_gathered_features(evidence, findings)
     if evidence.is_split:
-        findings.not_checked("gradients: layers are split over ranks (tensor or pipeline parallelism)")
+        findings.add_unchecked("gradients: layers are split over ranks (tensor or pipeline parallelism)")
         return
     for number in sorted(evidence.steps.keys() - evidence.incomplete_updates):
         update = _read_update(evidence, number)
@@ -99,7 +99,7 @@ def check_gradients(evidence: Evidence, findings: Findings) -> None:
             judged += 1
             _judge_update(evidence, update, findings)
     if not judged:
-        findings.not_checked("gradients: no update was recorded in which all ranks update the same tensors")
+        findings.add_unchecked("gradients: no update was recorded in which all ranks update the same tensors")
     discarded = evidence.all_of(DiscardedGradients)
     num_backwards = Counter((event.rank, event.update) for event in evidence.all_of(Backward))
     usual_count = Counter(num_backwards.values()).most_common(1)[0][0] if num_backwards else 0
@@ -131,8 +131,8 @@ def _check_gathered_features(evidence: Evidence, findings: Findings) -> None:
         if len(losses) < len(events) or max(losses) - min(losses) <= _TOLERANCE * max(map(abs, losses)):
             continue
         if events[0].is_detached:
-            findings.not_checked(
-                f"the gradient of the features gathered at {short_place(events[0].gathered_at)}: they are detached "
+            findings.add_unchecked(
+                f"the gradient of the features gathered at {short_location(events[0].gathered_at)}: they are detached "
                 "first (detach, no_grad), which may be intended"
             )
         else:
@@ -254,7 +254,7 @@ def _explain_mismatch(
     }
     single_fits = {rank: update.fit(names, rank, [[key] for key in all_backwards]) for rank in ranks}
     residual = max(fit.residual for fit in single_fits.values())
-    about_ranks = len(ranks) > 1 and update.number == 0
+    refuted_if_ranks_agree = len(ranks) > 1 and update.number == 0
     if len(ranks) > 1 and all(update.fit(names, rank, local[rank]).residual < tolerance for rank in ranks):
         rule, text = "local", "each rank steps with its local gradient: no gradient is averaged over the ranks"
         fix = "wrap the model in DistributedDataParallel, and call the last backward outside no_sync()"
@@ -274,7 +274,7 @@ def _explain_mismatch(
         rule, text = "weights", f"the gradient is not the mean of the ranks' gradients; on rank 0 it is {weights}"
         fix = "all-reduce only in the last backward of an update, and use no_sync() for the others"
         if _is_same_on_ranks(factors, all_backwards, tolerance):
-            about_ranks = False
+            refuted_if_ranks_agree = False
             fix = "add up the gradients of all backwards of an update, with the same weight"
     elif not mismatched and residual > _HALF_PRECISION_RESIDUAL:
         text = "each tensor's gradient has a different factor: the tensors are clipped one by one, or set to zero"
@@ -295,7 +295,9 @@ def _explain_mismatch(
     level = "NOTE" if is_averaged or is_rounded or rule == "scaled" else "WARN" if rule == "unexplained" else "FAIL"
     no_sync_lines = tuple(dict.fromkeys(event.line for event in evidence.of(ranks[0], NoSync)))
     text = f"update {update.number}: {text}"
-    findings.add(level, f"gradient.{rule}", update.line, text, fix, no_sync_lines, about_ranks=about_ranks)
+    findings.add(
+        level, f"gradient.{rule}", update.line, text, fix, no_sync_lines, refuted_if_ranks_agree=refuted_if_ranks_agree
+    )
 
 
 def _is_same_on_ranks(factors: list[float], all_backwards: list[BackwardKey], tolerance: float) -> bool:

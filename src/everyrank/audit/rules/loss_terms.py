@@ -23,10 +23,10 @@ def check_loss_terms(
     """Check the loss weights of an update whose gradient is `factor` times the sum of those of `backwards`."""
     losses = _losses_of_update(evidence, update)
     if set(losses) != set(backwards):
-        findings.not_checked(f"the weight of loss terms: {_reason_not_counted(losses, backwards)}")
+        findings.add_unchecked(f"the weight of loss terms: {_reason_not_counted(losses, backwards)}")
         return
     if len({tuple((term.name, term.line) for term in terms) for terms in losses.values()}) > 1:
-        findings.not_checked("the weight of loss terms: the micro-batches of an update use different loss functions")
+        findings.add_unchecked("the weight of loss terms: the micro-batches of an update use different loss functions")
         return
     num_losses = len(next(iter(losses.values())))
     may_mix = num_losses > 1 and _have_equal_sums(losses.values())
@@ -98,7 +98,7 @@ def _check_weights(
             f"{lightest[1]} ({terms[lightest].terms:g} terms): a mean of means, not the mean over all {count:g} terms",
             "sum the loss, and divide it by the number of terms of all ranks and micro-batches",
             evidence.scaling_lines(update),
-            about_ranks=update == 0 and len(terms) == evidence.world_size,
+            refuted_if_ranks_agree=update == 0 and len(terms) == evidence.world_size,
         )
     total_weight = sum(weights[key] * term.terms for key, term in terms.items())
     if len({term.reduction for term in terms.values()}) > 1:
@@ -145,7 +145,7 @@ def _report_scale(
         f"{cause or 'perhaps a loss weight of the script'}",
         fix,
         (*evidence.scaling_lines(update), *(_step_line(evidence, update) if num_backwards != usual_backwards else ())),
-        about_ranks=update == 0 and "ranks" in cause,
+        refuted_if_ranks_agree=update == 0 and "ranks" in cause,
     )
 
 

@@ -63,11 +63,11 @@ def check_replay(evidence: Evidence, findings: Findings) -> None:
     if not any(event.replay for event in evidence.all_of(ProcessStart)):
         return
     if evidence.is_split:
-        findings.not_checked("replay: layers are split over ranks (tensor or pipeline parallelism)")
+        findings.add_unchecked("replay: layers are split over ranks (tensor or pipeline parallelism)")
         return
     events = evidence.all_of(ReplayedUpdate)
     if not events and not any("replay" in event.message for event in evidence.all_of(Unchecked)):
-        findings.not_checked("replay: rank 0 ended before it could replay its updates")
+        findings.add_unchecked("replay: rank 0 ended before it could replay its updates")
     judged: list[tuple[ReplayedUpdate, _Verdict]] = []
     for event in events:
         verdict = _judge(evidence, event, findings)
@@ -93,11 +93,11 @@ def _judge(evidence: Evidence, event: ReplayedUpdate, findings: Findings) -> _Ve
         f"{rank}.{micro}": gradient for rank, samples in known_samples for micro, gradient in samples.backwards.items()
     }
     if set(recorded_backwards) != set(event.weights) or len(known_samples) < len(by_rank):
-        findings.not_checked(f"replay of update {update}: the recorded backwards are not those of the optimizer step")
+        findings.add_unchecked(f"replay of update {update}: the recorded backwards are not those of the optimizer step")
         return None
     step_gradients = [{**samples.steps, **samples.clipped} for _, samples in known_samples]
     if _differ_in_shape(*step_gradients, *recorded_backwards.values(), *replayed.values()):
-        findings.not_checked(f"replay of update {update}: several models have parameters of the same names")
+        findings.add_unchecked(f"replay of update {update}: several models have parameters of the same names")
         return None
     if event.coupling == "sends":
         return _judge_as_one_batch(update, step_gradients, replayed["merged"], findings)
@@ -106,14 +106,14 @@ def _judge(evidence: Evidence, event: ReplayedUpdate, findings: Findings) -> _Ve
         np.isfinite(_norm(gradient)) and _norm(gradient)
         for gradient in (*step_gradients, *recorded_backwards.values(), total_gradient)
     ):
-        findings.not_checked(f"replay of update {update}: a gradient is zero or not finite")
+        findings.add_unchecked(f"replay of update {update}: a gradient is zero or not finite")
         return None
     for key, weight in event.weights.items():
         gradient = replayed[f"backward.{key}"]
         distance = _distance(recorded_backwards[key], gradient, recorded_backwards[key])
         if not distance <= _MAX_ROUNDING:
             rank, _, micro = key.partition(".")
-            findings.not_checked(
+            findings.add_unchecked(
                 f"replay of update {update}: backward {micro} of rank {rank} gives a different gradient when it is run "
                 f"again in one process ({distance:.1e} away): it has different weights, or random numbers or state of "
                 "its own"
@@ -130,7 +130,7 @@ def _judge_as_one_batch(
     verdict = _compare(update, step_gradients, merged, 0.0)
     if verdict is not None and verdict.residual <= _MAX_ROUNDING:
         return dataclasses.replace(verdict, rounding=verdict.residual)
-    findings.not_checked(f"replay of update {update}: the model calls collectives in its forward")
+    findings.add_unchecked(f"replay of update {update}: the model calls collectives in its forward")
     return None
 
 
@@ -176,7 +176,7 @@ def _report_verdicts(verdicts: list[_Verdict], is_weighted: bool, evidence: Evid
         for verdict in [verdict for verdict in verdicts if not verdict.is_equal][:1]:
             _report_difference(verdict, f"update {verdict.update} {rank_count} {prefix}", evidence, findings)
     elif len(equal) < len(verdicts):
-        findings.not_checked(f"replay: the weight of each backward: {_UNCOUNTED}")
+        findings.add_unchecked(f"replay: the weight of each backward: {_UNCOUNTED}")
 
 
 def _report_difference(verdict: _Verdict, prefix: str, evidence: Evidence, findings: Findings) -> None:
@@ -202,11 +202,11 @@ def _report_coupling(evidence: Evidence, events: list[ReplayedUpdate], findings:
     for event in events:
         replayed = evidence.replayed(event.number)
         if event.coupling and event.coupling != "sends":
-            findings.not_checked(f"replay: the effect of batch norm: {event.coupling}")
+            findings.add_unchecked(f"replay: the effect of batch norm: {event.coupling}")
         elif "merged" in replayed and "without_dropout" in replayed:
             merged, unmerged = replayed["merged"], replayed["without_dropout"]
             if _distance(replayed["merged_local_norm"], unmerged, unmerged) > _FLOAT64_TOLERANCE:
-                findings.not_checked("replay: the effect of batch norm: something else depends on the batch, too")
+                findings.add_unchecked("replay: the effect of batch norm: something else depends on the batch, too")
             else:
                 distances[event.number] = _distance(unmerged, merged, merged)
     if not distances or max(distances.values()) <= _COUPLING_TOLERANCE:

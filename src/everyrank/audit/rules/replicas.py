@@ -25,7 +25,7 @@ def check_replicas(evidence: Evidence, findings: Findings) -> None:
     """Compare parameters before each update, and parameters and buffers at each evaluation."""
     _check_wrapper(evidence, findings)
     for event in evidence.all_of(Opaque):
-        findings.not_checked(event.message)
+        findings.add_unchecked(event.message)
     if evidence.world_size > 1:
         if not evidence.is_opaque:
             _check_parameters(evidence, findings)

@@ -28,7 +28,7 @@ def check_saving(evidence: Evidence, findings: Findings) -> None:
                 "save on one rank: if dist.get_rank() == 0: torch.save(...); then dist.barrier() on all",
             )
     if not writers:
-        findings.not_checked("checkpoints: the part of the script that ran calls no torch.save")
+        findings.add_unchecked("checkpoints: the part of the script that ran calls no torch.save")
     _check_content(evidence, findings)
 
 

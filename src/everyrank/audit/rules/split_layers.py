@@ -23,7 +23,7 @@ from everyrank.audit.events import (
     Wrap,
 )
 from everyrank.audit.evidence import Evidence, GradientSamples
-from everyrank.audit.finding import Findings, short_place
+from everyrank.audit.finding import Findings, short_location
 
 __all__ = ["check_split_layers"]
 
@@ -74,8 +74,8 @@ def _check_replicated(evidence: Evidence, findings: Findings) -> None:
     lines = tuple(dict.fromkeys(event.line for event in evidence.of(evidence.ranks[0], LocalTensor)))
     if lines:
         text += (
-            f". At {', '.join(map(short_place, lines[:2]))}, to_local() has no grad_placements, so each rank takes the "
-            "gradient of its own samples as the gradient of all samples"
+            f". At {', '.join(map(short_location, lines[:2]))}, to_local() has no grad_placements, so each rank takes "
+            "the gradient of its own samples as the gradient of all samples"
         )
     findings.add(
         "WARN",
@@ -131,7 +131,7 @@ def _check_experts(evidence: Evidence, findings: Findings) -> None:
                 f"gradients are averaged over the {num_ranks} ranks, except those of parameters that only one rank "
                 f"has. If these get the tokens of all ranks, as experts do, their gradients are {num_ranks}x too large",
                 "divide the gradients of experts by the number of ranks whose tokens they get",
-                about_ranks=True,
+                refuted_if_ranks_agree=True,
             )
 
 
@@ -195,7 +195,7 @@ def _check_scale(evidence: Evidence, findings: Findings) -> None:
                 f"{text}, but the {num_ranks} ranks read the same samples",
                 f"{fix}. The ranks of a tensor-parallel group count as one rank",
                 evidence.scaling_lines(list(evidence.steps)[1]),
-                about_ranks=True,
+                refuted_if_ranks_agree=True,
             )
 
 

@@ -16,7 +16,7 @@ from everyrank.backends.shm.chunks import as_bytes, chunk_slices, chunks_of, eve
 from everyrank.backends.shm.phases import LINE_WORDS, Phases
 from everyrank.errors import RankFailedError
 
-__all__ = ["SharedBuffers"]
+__all__ = ["SharedMemoryCollectives"]
 
 _REDUCE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -28,12 +28,12 @@ _REDUCE: dict[str, Callable[..., Tensor]] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
-# An all-reduce of fewer bytes, over all ranks, has one phase, in which each rank reduces the whole tensor. That is
-# cheaper than a second phase.
+# An all-reduce has one phase if the bytes of the tensor times the number of ranks are fewer than this. Each rank then
+# reduces the whole tensor, which is cheaper for a short tensor than a second phase.
 _MIN_TWO_PHASE_BYTES = 2**18
 
 
-class SharedBuffers(Phases):
+class SharedMemoryCollectives(Phases):
     """Implements `GroupCollectives` over the shared buffers of a group."""
 
     def barrier(self) -> Steps:
@@ -58,7 +58,7 @@ class SharedBuffers(Phases):
         buffers = self._prefixes(tensor.dtype, tensor.numel())
         buffers[self.rank].copy_(tensor)
         yield from self._signal_and_wait(self.other_ranks)
-        self._reduce(buffers, tensor, reduction)
+        self._reduce_locally(buffers, tensor, reduction)
 
     def _all_reduce_long(self, tensor: Tensor, call: int, reduction: str) -> Steps:
         """All-reduce in two phases, reduce-scatter and all-gather: each rank reduces one shard of each chunk."""
@@ -73,7 +73,7 @@ class SharedBuffers(Phases):
             buffers = self._phase_buffers(chunk.dtype, self.phase)
             local_shard = chunk[first:last]
             shards = [local_shard, *(buffers[rank][first:last] for rank in self.other_ranks)]
-            self._reduce(shards, local_shard, reduction)
+            self._reduce_locally(shards, local_shard, reduction)
             yield from self._begin(call)
             buffers = self._phase_buffers(chunk.dtype, self.phase)
             buffers[self.rank][first:last].copy_(local_shard)
@@ -81,7 +81,7 @@ class SharedBuffers(Phases):
             for rank in self.other_ranks:
                 chunk[slices[rank]].copy_(buffers[rank][slices[rank]])
 
-    def _reduce(self, inputs: list[Tensor], output: Tensor, reduction: str) -> None:
+    def _reduce_locally(self, inputs: list[Tensor], output: Tensor, reduction: str) -> None:
         """Reduce the inputs, in their order, into `output`, which may be the first of them."""
         function, result = _REDUCE[reduction], inputs[0]
         for tensor in inputs[1:]:
@@ -92,9 +92,9 @@ class SharedBuffers(Phases):
     def reduce(self, tensor: Tensor, reduction: str, root: int) -> Steps:
         """Reduce `tensor` over all ranks, in place on the root."""
         call = encode_call("reduce", tensor.dtype, len(tensor), reduction, root)
-        return self._reduce_to(tensor, call, reduction, root)
+        return self._reduce_to_root(tensor, call, reduction, root)
 
-    def _reduce_to(self, tensor: Tensor, call: int, reduction: str, root: int) -> Steps:
+    def _reduce_to_root(self, tensor: Tensor, call: int, reduction: str, root: int) -> Steps:
         if self.size == 1:
             return
         for chunk in chunks_of(tensor, self.num_bytes // tensor.itemsize):
@@ -105,7 +105,9 @@ class SharedBuffers(Phases):
                 yield from self._signal_and_wait([])
             else:
                 yield from self._signal_and_wait(self.other_ranks)
-                self._reduce([chunk, *(buffers[rank][: len(chunk)] for rank in self.other_ranks)], chunk, reduction)
+                self._reduce_locally(
+                    [chunk, *(buffers[rank][: len(chunk)] for rank in self.other_ranks)], chunk, reduction
+                )
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
         """Copy `tensor` of the root to all ranks."""
@@ -130,7 +132,7 @@ class SharedBuffers(Phases):
         return self._gather(call, outputs, input_tensor)
 
     def _gather(self, call: int, outputs: list[Tensor], input_tensor: Tensor) -> Steps:
-        """Copy `input_tensor` of each rank to `outputs` of the ranks that have some."""
+        """Copy `input_tensor` of each rank to `outputs` of every rank whose `outputs` is not empty."""
         for span in chunk_slices(input_tensor.nbytes, self.num_bytes):
             chunk = as_bytes(input_tensor)[span]
             yield from self._begin(call)
@@ -181,7 +183,7 @@ class SharedBuffers(Phases):
                 inputs[self.rank][span],
                 *(buffers[rank][first : first + length] for rank in self.other_ranks),
             ]
-            self._reduce(chunks, output[span], reduction)
+            self._reduce_locally(chunks, output[span], reduction)
 
     def all_to_all(self, outputs: list[Tensor], inputs: list[Tensor]) -> Steps:
         """Copy `inputs[s]` of rank r to `outputs[r]` of rank s.
@@ -193,29 +195,29 @@ class SharedBuffers(Phases):
         header_bytes = -(-self.size // LINE_WORDS) * LINE_WORDS * 8  # for the lengths
         bytes_per_rank = self._bytes_per_rank(header_bytes)
         input_bytes, output_bytes = [as_bytes(chunk) for chunk in inputs], [as_bytes(chunk) for chunk in outputs]
-        first, max_length = 0, 1
-        while first < max_length:
+        start, max_length = 0, 1
+        while start < max_length:
             yield from self._begin(call)
             buffers = self._phase_buffers(torch.uint8, self.phase)
             for rank in self.other_ranks:
-                chunk, offset = input_bytes[rank][first : first + bytes_per_rank], header_bytes + rank * bytes_per_rank
+                chunk, offset = input_bytes[rank][start : start + bytes_per_rank], header_bytes + rank * bytes_per_rank
                 buffers[self.rank][offset : offset + len(chunk)].copy_(chunk)
-            if not first:
+            if not start:
                 self._prefixes(torch.int64, self.size)[self.rank].copy_(torch.tensor(list(map(len, input_bytes))))
             yield from self._signal_and_wait(self.other_ranks)
-            if not first:
+            if not start:
                 max_length = self._max_length(output_bytes)
                 output_bytes[self.rank].copy_(input_bytes[self.rank])
             for rank in self.other_ranks:
-                chunk = output_bytes[rank][first : first + bytes_per_rank]
+                chunk = output_bytes[rank][start : start + bytes_per_rank]
                 offset = header_bytes + self.rank * bytes_per_rank
                 chunk.copy_(buffers[rank][offset : offset + len(chunk)])
-            first += bytes_per_rank
+            start += bytes_per_rank
 
     def _max_length(self, output_bytes: list[Tensor]) -> int:
         """Return the bytes of the longest input of any rank.
 
-        Raises `RankFailedError` if a rank sends a different length to this rank than it expects.
+        Raises `RankFailedError` if a rank sends this rank a length that differs from the length of the output for it.
         """
         lengths = [buffer.tolist() for buffer in self._prefixes(torch.int64, self.size)]
         for rank, output in enumerate(output_bytes):
@@ -227,5 +229,5 @@ class SharedBuffers(Phases):
         return max(map(max, lengths))
 
     def _bytes_per_rank(self, header_bytes: int = 0) -> int:
-        """Return the bytes for each rank in a buffer after its header, a multiple of 64 so that any dtype fits."""
+        """Return how many bytes of a buffer after its header each rank gets: a multiple of 64, to fit any dtype."""
         return (self.num_bytes - header_bytes) // self.size // 64 * 64

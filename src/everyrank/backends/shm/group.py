@@ -12,7 +12,7 @@ import torch.distributed as dist
 from everyrank.backends.engine import ENGINE
 from everyrank.backends.group import PythonGroup
 from everyrank.backends.operation_queue import OperationQueue
-from everyrank.backends.shm.collectives import SharedBuffers
+from everyrank.backends.shm.collectives import SharedMemoryCollectives
 from everyrank.backends.shm.messages import NUM_ENTRIES, Rings, num_ring_words
 from everyrank.backends.shm.phases import LINE_WORDS
 from everyrank.backends.shm.segment import map_shared
@@ -47,7 +47,7 @@ def make_shm_group(
     buffers = memory_bytes[buffers_start:entries_start].view(2, size, buffer_bytes)
     entries = memory_bytes[entries_start:].view(size * size, NUM_ENTRIES, entry_bytes)
 
-    collectives = SharedBuffers(rank, size, ranks, words, 0, [list(row) for row in buffers])
+    collectives = SharedMemoryCollectives(rank, size, ranks, words, 0, [list(row) for row in buffers])
     queue = OperationQueue(ranks, timeout_seconds, on_failure=collectives.set_failed)
 
     def find_lost(missing: Sequence[int]) -> dict[int, str]:

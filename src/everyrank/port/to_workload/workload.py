@@ -174,7 +174,7 @@ class _Check:
         self, python_args: Sequence[str], float64: bool, imposed: Imposed, updates: int = UPDATES
     ) -> ScriptRecording:
         return self.host.run(
-            1, python_args=python_args, updates=updates, detailed=updates, float64=float64, imposed=imposed
+            1, python_args=python_args, updates=updates, num_detailed=updates, float64=float64, imposed=imposed
         )
 
     def _with_likely_cause(self, difference: str) -> str:

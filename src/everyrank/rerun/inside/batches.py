@@ -92,7 +92,7 @@ def install_batches(session: Session) -> None:
                 [batch for loader_pass, batch, _ in batches_of_rank if loader_pass == key]
                 for batches_of_rank in rank_batches
             ]
-            is_trained = any(number in each["facts"].get("trained", []) for each in session.imposed)
+            is_trained = any(number in each["facts"].get("training_loaders", []) for each in session.imposed)
             if not is_trained and session.settings["evaluation_rank"] is not None:
                 batches = batches[session.settings["evaluation_rank"] :][:1]
             if any(batches):

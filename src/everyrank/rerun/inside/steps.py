@@ -19,23 +19,26 @@ from everyrank.rerun.shards import join_shards
 
 __all__ = ["install_step_hooks"]
 
+_MAX_MISSING_COUNTERS = 9
+
 
 class _Steps:
     def __init__(self, session: Session, modules: ModuleNames) -> None:
         self.session, self.modules = session, modules
         self.losses: list[float] = []
-        self.backwards: list[str] = []
+        self.backward_lines: list[str] = []
         self.pending: dict[str, Any] = {}
-        self.stepped: set[int] = set()
+        self.stepped_parameter_ids: set[int] = set()
         self.names: dict[int, str] = {}
-        self.script_rates: dict[int, list[float]] = {}
+        self.script_learning_rates: dict[int, list[Any]] = {}  # of each group: a float, a tensor, or None without one
         self.script_momenta: dict[int, list[Any]] = {}
-        self.constructed_at: dict[int, str] = {}  # lines of optimizers
+        self.constructed_at: dict[int, str] = {}  # the line that constructs each optimizer, by its id
         self.counters = Counters()
 
     @property
-    def is_detailed(self) -> bool:
-        return self.session.update < self.session.settings["detailed"]
+    def records_tensors(self) -> bool:
+        """Whether gradients, parameters and states of this update are recorded."""
+        return self.session.update < self.session.settings["num_detailed"]
 
     def before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """Record an optimizer before its step, and impose the recorded learning rates."""
@@ -50,53 +53,59 @@ class _Steps:
                 self.names = self.modules.parameters()
                 for number, parameter in enumerate(parameters):
                     self.names.setdefault(id(parameter), f"{type(optimizer).__name__}: parameter {number}")
-            self.stepped |= {id(p) for p in parameters}
-            if self.is_detailed:
-                session.copies = self.modules.copies(self.stepped)
+            self.stepped_parameter_ids |= {id(p) for p in parameters}
+            if self.records_tensors:
+                session.copies = self.modules.copies(self.stepped_parameter_ids)
                 self.record_dead_parameters(optimizer, parameters)
-                self.record_counted_step(optimizer, parameters)
+                self.record_step_before_backward(optimizer, parameters)
                 if not session.update:
-                    session.facts["made_at"] = self.modules.lines()
+                    session.facts["constructed_at"] = self.modules.lines()
                     session.facts["batch_norms"] = self.modules.num_batch_norms()
-            script_rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
             self.pending = {
                 "losses": self.losses,
-                "backwards": self.backwards,
+                "backwards": self.backward_lines,
                 "step": user_line(),
                 "gradients": {},
                 "before": {},
                 "after": {},
-                "rates": script_rates,
+                "rates": [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
                 "momenta": _momenta(optimizer),
                 "batches": session.num_batches,
                 "states": {},
                 "optimizer": self.constructed_at.get(id(optimizer), ""),
             }
-            if self.is_detailed:
+            if self.records_tensors:
                 named = {self.names[id(p)]: p for p in parameters}
                 self.pending["gradients"] = {
                     name: None if p.grad is None else self.stored_copy(_reduced(p.grad)) for name, p in named.items()
                 }
                 self.pending["before"] = {name: self.stored_copy(p) for name, p in named.items()}
-            self.impose_rates(optimizer, script_rates)
-            self.losses, self.backwards = [], []
+            self.impose_learning_rates(optimizer)
+            self.losses, self.backward_lines = [], []
 
     def record_dead_parameters(self, optimizer: Any, parameters: list[Any]) -> None:
-        """Record an optimizer whose parameters belong to no module, while parameters with gradients have none."""
+        """Record an optimizer with parameters outside modules, if as many others have gradients but no optimizer."""
         facts = self.session.facts
         if "dead" in facts:
             return
         module_parameters = self.modules.parameters()
-        dead = sum(id(parameter) not in module_parameters and parameter.grad is None for parameter in parameters)
-        trained = self.modules.unstepped(self.stepped)
-        if dead and dead == len(trained):
-            facts["dead"] = [self.constructed_at.get(id(optimizer), user_line()), dead, len(parameters), trained]
+        num_outside_modules = sum(
+            id(parameter) not in module_parameters and parameter.grad is None for parameter in parameters
+        )
+        unstepped = self.modules.unstepped(self.stepped_parameter_ids)
+        if num_outside_modules and num_outside_modules == len(unstepped):
+            facts["dead"] = [
+                self.constructed_at.get(id(optimizer), user_line()),
+                num_outside_modules,
+                len(parameters),
+                unstepped,
+            ]
 
-    def record_counted_step(self, optimizer: Any, parameters: list[Any]) -> None:
-        """Record a step with zero gradients before the first backward, which the optimizer counts as an update."""
+    def record_step_before_backward(self, optimizer: Any, parameters: list[Any]) -> None:
+        """Record a step with zero gradients before the first backward. Adam counts it in its bias correction."""
         facts = self.session.facts
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if not self.backwards and not self.session.num_all_backwards:
+        if not self.backward_lines and not self.session.num_all_backwards:
             if gradients and not any(bool(shard_of(gradient).any()) for gradient in gradients):
                 facts.setdefault("empty_steps", {})[id(optimizer)] = user_line()
         elif id(optimizer) in facts.get("empty_steps", {}) and "counted" not in facts:
@@ -104,19 +113,20 @@ class _Steps:
             counts = [float(state["step"]) for state in states if "step" in state]
             facts["counted"] = [facts["empty_steps"][id(optimizer)], max(counts, default=0.0), user_line()]
 
-    def impose_rates(self, optimizer: Any, script_rates: list[float]) -> None:
-        """Set the learning rates and momenta of the recorded ranks, and remember those of the script."""
+    def impose_learning_rates(self, optimizer: Any) -> None:
+        """Use the learning rates and momenta of the first recorded rank for this step, and keep those of the script."""
         is_imposed = self.session.imposed and not self.session.settings["by_rows"]
-        recorded = self.session.imposed[0]["updates"] if is_imposed else []
-        self.script_rates, self.script_momenta = {}, {}
-        if self.session.update < len(recorded):
-            rates = recorded[self.session.update]["rates"]
-            if len(rates) == len(script_rates):
-                self.script_rates[id(optimizer)] = script_rates
+        recorded_updates = self.session.imposed[0]["updates"] if is_imposed else []
+        self.script_learning_rates, self.script_momenta = {}, {}
+        if self.session.update < len(recorded_updates):
+            rates = recorded_updates[self.session.update]["rates"]
+            if len(rates) == len(optimizer.param_groups):
+                self.script_learning_rates[id(optimizer)] = [group.get("lr") for group in optimizer.param_groups]
                 self.script_momenta[id(optimizer)] = _momenta(optimizer)
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = torch.full_like(group["lr"], rate) if torch.is_tensor(group["lr"]) else rate
-                _set_momenta(optimizer, recorded[self.session.update]["momenta"])
+                    if "lr" in group:
+                        group["lr"] = torch.full_like(group["lr"], rate) if torch.is_tensor(group["lr"]) else rate
+                _set_momenta(optimizer, recorded_updates[self.session.update]["momenta"])
 
     def after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """Record an optimizer after its step. The last update of the run ends the process."""
@@ -124,10 +134,12 @@ class _Steps:
         if not session.is_active or not self.pending:
             return
         with session.quiet(), torch.no_grad():
-            for group, rate in zip(optimizer.param_groups, self.script_rates.get(id(optimizer), []), strict=False):
-                group["lr"] = rate
+            script_learning_rates = self.script_learning_rates.get(id(optimizer), [])
+            for group, learning_rate in zip(optimizer.param_groups, script_learning_rates, strict=False):
+                if learning_rate is not None:
+                    group["lr"] = learning_rate  # the same object: a compiled optimizer keeps its tensor
             _set_momenta(optimizer, self.script_momenta.get(id(optimizer), []))
-            if self.is_detailed:
+            if self.records_tensors:
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]
                 self.pending["after"] = {self.names[id(p)]: self.stored_copy(p) for p in parameters}
             self.impose_parameters(optimizer)
@@ -144,12 +156,14 @@ class _Steps:
         session = self.session
         if not session.parameters or session.update >= len(session.parameters[0]):
             return
-        recorded = [updates[session.update]["after"] for updates in session.parameters if session.update < len(updates)]
+        recorded_parameters = [
+            updates[session.update]["after"] for updates in session.parameters if session.update < len(updates)
+        ]
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             shards = [
-                after_step[self.names[id(parameter)]]
-                for after_step in recorded
-                if self.names[id(parameter)] in after_step
+                rank_parameters[self.names[id(parameter)]]
+                for rank_parameters in recorded_parameters
+                if self.names[id(parameter)] in rank_parameters
             ]
             local_parameter = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             joined = (
@@ -161,7 +175,10 @@ class _Steps:
                 local_parameter.copy_(joined)
 
     def stored_copy(self, tensor: Any) -> Any:
-        """A copy of a tensor's local shard. For a large one, evenly spread elements and the norm of all."""
+        """Return a copy of a tensor's local shard; if it is large, evenly spaced elements and the norm of the shard.
+
+        For integers, the sum replaces the norm.
+        """
         shard, max_elements = shard_of(tensor), self.session.settings["most_elements"]
         if not max_elements or shard.numel() <= max_elements:
             return shard
@@ -170,10 +187,10 @@ class _Steps:
         return torch.cat([flat[:: -(-len(flat) // max_elements)], norm[None]])
 
     def record_states(self) -> None:
-        """Record the states after the last update, before the next update begins."""
+        """Record the states of the previous update. Called when the next optimizer step begins, and at the end."""
         updates = self.session.updates
-        if updates and len(updates) <= self.session.settings["detailed"] and not updates[-1]["states"]:
-            states = self.modules.states(self.stepped)
+        if updates and len(updates) <= self.session.settings["num_detailed"] and not updates[-1]["states"]:
+            states = self.modules.states(self.stepped_parameter_ids)
             with contextlib.suppress(Exception):  # the script's own objects may raise errors
                 objects = user_objects()
                 self.counters.record(objects)
@@ -185,10 +202,9 @@ class _Steps:
     def record_missing_counters(self) -> None:
         """Record counters that a checkpoint lacks."""
         with self.session.quiet(), contextlib.suppress(Exception):
-            left_out = self.session.facts.setdefault("left_out", [])
-            left_out += [
-                [*each, user_line()] for each in self.counters.missing_from_state(user_objects()) if len(left_out) < 9
-            ]
+            missing_counters = self.session.facts.setdefault("missing_counters", [])
+            missing_now = [[*counter, user_line()] for counter in self.counters.missing_from_state(user_objects())]
+            missing_counters += missing_now[: _MAX_MISSING_COUNTERS - len(missing_counters)]
 
 
 def _reduced(gradient: Any) -> Any:
@@ -220,19 +236,19 @@ def install_step_hooks(session: Session, modules: ModuleNames) -> None:
     init = torch.optim.Optimizer.__init__
 
     @functools.wraps(init)
-    def constructed_at(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_and_record(self: Any, *args: Any, **kwargs: Any) -> None:
         steps.constructed_at[id(self)] = user_line()
         init(self, *args, **kwargs)
 
-    torch.optim.Optimizer.__init__ = constructed_at
-    schedule = torch.optim.lr_scheduler.LRScheduler.__init__
+    torch.optim.Optimizer.__init__ = init_and_record
+    scheduler_init = torch.optim.lr_scheduler.LRScheduler.__init__
 
-    @functools.wraps(schedule)
-    def scheduled(self: Any, *args: Any, **kwargs: Any) -> None:
+    @functools.wraps(scheduler_init)
+    def scheduler_init_and_record(self: Any, *args: Any, **kwargs: Any) -> None:
         session.facts.setdefault("schedules", user_lines()[:2])
-        schedule(self, *args, **kwargs)
+        scheduler_init(self, *args, **kwargs)
 
-    torch.optim.lr_scheduler.LRScheduler.__init__ = scheduled
+    torch.optim.lr_scheduler.LRScheduler.__init__ = scheduler_init_and_record
     backward = torch.autograd.backward
 
     @functools.wraps(backward)
@@ -242,12 +258,12 @@ def install_step_hooks(session: Session, modules: ModuleNames) -> None:
             losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
             with session.quiet(), torch.no_grad():
                 steps.losses.append(sum(float(loss.detach().double().sum()) for loss in losses))
-            steps.backwards.append(user_line())
+            steps.backward_lines.append(user_line())
             session.is_training = True
             session.num_backwards += 1
             session.num_all_backwards += 1
-            if session.loader >= 0 and session.loader not in session.facts.setdefault("trained", []):
-                session.facts["trained"].append(session.loader)
+            if session.loader >= 0 and session.loader not in session.facts.setdefault("training_loaders", []):
+                session.facts["training_loaders"].append(session.loader)
         was_in_backward, session.in_backward = session.in_backward, True
         try:
             backward(tensors, *args, **kwargs)
@@ -255,9 +271,9 @@ def install_step_hooks(session: Session, modules: ModuleNames) -> None:
             session.in_backward = was_in_backward
         if is_outermost and session.settings["backward_is_update"]:
             parameters = [p for _, root in modules.roots() for p in root.parameters() if p.requires_grad]
-            update = types.SimpleNamespace(param_groups=[{"params": list(dict.fromkeys(parameters))}])
-            steps.before_step(update, (), {})
-            steps.after_step(update, (), {})
+            fake_optimizer = types.SimpleNamespace(param_groups=[{"params": list(dict.fromkeys(parameters))}])
+            steps.before_step(fake_optimizer, (), {})
+            steps.after_step(fake_optimizer, (), {})
 
     torch.autograd.backward = run_backward
 
