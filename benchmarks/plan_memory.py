@@ -65,12 +65,17 @@ def measure(info: Any, layout_text: str, backend: str, num_updates: int) -> tupl
 @contextlib.contextmanager
 def without_backend_thread() -> Generator[None]:
     """Run collectives of everyrank's backends in the thread that starts them, and messages in the thread that waits."""
-    progress = Engine.progress
+    finish_or_leave = Engine.finish_or_leave
 
-    def progress_with_grace(self: Engine, operation: Any, is_async: bool, grace_seconds: float = GRACE_SECONDS) -> Any:
-        return progress(self, operation, is_async, grace_seconds)
+    def finish_or_leave_with_grace(
+        self: Engine, operation: Any, is_async: bool, grace_seconds: float = GRACE_SECONDS
+    ) -> Any:
+        return finish_or_leave(self, operation, is_async, grace_seconds)
 
-    with mock.patch.object(Engine, "progress", progress_with_grace), mock.patch.object(Engine, "_leave_to_thread"):
+    with (
+        mock.patch.object(Engine, "finish_or_leave", finish_or_leave_with_grace),
+        mock.patch.object(Engine, "_leave_to_thread"),
+    ):
         yield
 
 

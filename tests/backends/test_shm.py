@@ -322,7 +322,7 @@ def test_operation_is_queued_under_the_lock_that_started_it(monkeypatch: pytest.
     transport = Transport("shm", collectives, SimpleNamespace(queues=list), queue, lambda: None)  # type: ignore[arg-type]
     opts = dist.BarrierOptions()
     opts.asyncOp = False
-    monkeypatch.setattr(ENGINE, "progress", lambda work, _: work)
+    monkeypatch.setattr(ENGINE, "finish_or_leave", lambda work, _: work)
     PythonGroup(transport, 0, 2, "of this test").barrier(opts)
     assert started_operations
     assert not early_releases

@@ -93,7 +93,7 @@ def test_different_numbers_of_batches_per_epoch_are_reported(batches: list[list[
             for epoch, num_batches in enumerate(batches_per_epoch)
             for _ in range(num_batches)
         ]
-        ranks.append(rank_that_prints([], read=read_batches, trained=[0], loader_places={0: "train.py:7"}))
+        ranks.append(rank_that_prints([], read=read_batches, training_loaders=[0], loader_places={0: "train.py:7"}))
     findings = Findings()
     judge_uneven_passes(run_of(*ranks), findings)
     assert [finding.rule for finding in findings] == ["data.uneven-passes"] * is_reported
