@@ -85,7 +85,7 @@ def time_parts() -> dict[str, float]:
         RECENT_CALLS.record("all_reduce", "alone", tensors)
 
     def poll() -> None:
-        state.on_look(state._write_stack(None)["frames"])
+        state.on_sample(state._write_stack(None)["frames"])
 
     minimum_seconds = {}
     for name, function, count in (("note_seconds", record_collective, 2000), ("thread_look_seconds", poll, 50)):

@@ -401,14 +401,14 @@ def slow_view(rank: int, late_rank: int, wait_seconds: float = 0.05, **more: Any
         rows.append([*call(11, False)[:7], int(1e9 * end), None])
     slow_frames = [("/home/me/data.py", 12, "load")]
     frame_counts = [[9, slow_frames], [1, FRAMES]] if rank == late_rank else [[10, FRAMES]]
-    return view(rank, rows, looks=10, places=[(count, frames) for count, frames in frame_counts], **more)
+    return view(rank, rows, num_samples=10, locations=[(count, frames) for count, frames in frame_counts], **more)
 
 
 def test_slow_rank_is_reported_instead_of_a_hang() -> None:
     """While all ranks advance, the text names the rank that the others wait for, and where it spends its time."""
     text = verdict([slow_view(rank, 1) for rank in range(3)])
     assert re.search(r"no rank is stuck, but rank 1 is slower .* \d\d% of the last 1\.0 s .* 0\.080 s each time", text)
-    assert "rank 1 was at data.py:12 in load in 90% of the 10 looks" in text
+    assert "rank 1 was at data.py:12 in load in 90% of the 10 stack samples" in text
     assert "the others in 0%" in text
 
 

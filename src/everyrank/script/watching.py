@@ -174,12 +174,12 @@ def _prepare(state: RankState, timeout_seconds: float, prints: bool) -> None:
     signal_pipe = _listen_for_signal()
     hang_watch = _HangWatch(state, timeout_seconds, prints)
 
-    def look(frames: list[tuple[str, int, str]]) -> None:
-        hang_watch.look(frames)
+    def check_and_answer(frames: list[tuple[str, int, str]]) -> None:
+        hang_watch.check(frames)
         if signal_pipe is not None and _was_requested(signal_pipe):
             threading.Thread(target=_print_autopsy, args=(state.folder,), daemon=True).start()
 
-    state.on_look = look
+    state.on_sample = check_and_answer
     _record_exit(state)
 
 
@@ -190,7 +190,7 @@ def _record_exit(state: RankState) -> None:
     def record_and_exit(status: int) -> NoReturn:
         if os.getpid() == pid:  # not in a fork, such as a data loader worker
             with contextlib.suppress(Exception):
-                state.look_again()
+                state.write_stack_now()
         exit_now(status)
 
     os._exit = record_and_exit
@@ -214,7 +214,7 @@ class _HangWatch:
         self.frames: list[tuple[str, int, str]] = []
         self.since, self.cpu_since, self.is_reported = time.monotonic(), time.process_time(), False
 
-    def look(self, frames: list[tuple[str, int, str]]) -> None:
+    def check(self, frames: list[tuple[str, int, str]]) -> None:
         frames = _without_polling(frames)
         if frames != self.frames:
             if self.is_reported:

@@ -46,8 +46,8 @@ FOLDER = "autopsy"  # next to the logs of the ranks
 STACKS_SIGNAL: int | None = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 _POLL_SECONDS = 0.25
 _MAX_FRAMES = 100
-_MAX_LOOKS = 120  # stacks of the last minute
-_MAX_PLACES = 4  # stacks of an answer, the most frequent ones
+_MAX_SAMPLES = 120  # stacks of the last minute
+_MAX_LOCATIONS = 4  # in an answer: the most frequent ones
 _CURRENT: list[RankState] = []
 
 
@@ -101,15 +101,15 @@ class RankState:
 
     is_started   whether the first update is done; --start-timeout applies before, --timeout after it
     calls        returns the collectives of this rank (`world.calls.recorded_calls`); set when a world is opened
-    on_look      called by the thread with each stack of the main thread, twice a second
+    on_sample    called by the thread with each stack of the main thread, twice a second
     """
 
     def __init__(self, folder: Path, rank: int, size: int, job: str) -> None:
         self.folder, self.rank, self.size, self.job = folder, rank, size, job
         self.calls: Callable[[bool], dict[str, Any]] = lambda _: {}
-        self.on_look: Callable[[list[tuple[str, int, str]]], None] = lambda _: None
+        self.on_sample: Callable[[list[tuple[str, int, str]]], None] = lambda _: None
         self.is_started = self.has_ended = False
-        self.looks: collections.deque[list[tuple[str, int, str]]] = collections.deque(maxlen=_MAX_LOOKS)
+        self.samples: collections.deque[list[tuple[str, int, str]]] = collections.deque(maxlen=_MAX_SAMPLES)
         self.main = threading.main_thread().ident or 0
         forget_hang(folder, job)  # of an earlier start, which may have had the same job name
         for kind in ("answer", "seen"):
@@ -158,8 +158,8 @@ class RankState:
                     self.answer(question)
                 if count % 2 == 0:
                     previous = self._write_stack(previous)
-                    self.looks.append(previous["frames"])
-                    self.on_look(previous["frames"])
+                    self.samples.append(previous["frames"])
+                    self.on_sample(previous["frames"])
 
     def _write_stack(self, previous: Any) -> Any:
         """Write the stack of the main thread; if it has not changed, also the collectives, read only once."""
@@ -173,7 +173,7 @@ class RankState:
         os.ftruncate(self.seen, max(8192, len(content)))
         return row
 
-    def look_again(self) -> None:
+    def write_stack_now(self) -> None:
         """Write the stack of the main thread at once."""
         self._write_stack(None)
 
@@ -187,7 +187,7 @@ class RankState:
         calls = self.calls(question != "")
         row = {"question": question, "time": time.time(), "frames": self.frames(), "calls": calls, **fields}
         if question:
-            row |= {"looks": len(self.looks), "places": _places(list(self.looks))}
+            row |= {"num_samples": len(self.samples), "locations": _sampled_locations(list(self.samples))}
         if question == "" or not self.has_ended:  # the final answer stays
             self._write("answer", row)
 
@@ -217,18 +217,18 @@ def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
     return frames
 
 
-def _places(looks: list[list[tuple[str, int, str]]]) -> list[list[Any]]:
-    """[how often, frames] of the places in user code where the main thread was seen, the most frequent ones first.
+def _sampled_locations(samples: list[list[tuple[str, int, str]]]) -> list[list[Any]]:
+    """Return [how often, frames] of the locations of the main thread in user code, the most frequent ones first.
 
-    The frames are those of the last look, down to the innermost one of user code.
+    The frames are those of the last sample, down to the innermost one of user code.
     """
-    by_place: dict[tuple[str, int, str], list[Any]] = {}
-    for frames in looks:
+    by_location: dict[tuple[str, int, str], list[Any]] = {}
+    for frames in samples:
         depth = next((index for index, frame in enumerate(frames) if is_user_code(frame[0])), None)
         if depth is not None:
-            row = by_place.setdefault(frames[depth], [0, []])
+            row = by_location.setdefault(frames[depth], [0, []])
             row[0], row[1] = row[0] + 1, frames[: depth + 1]
-    return sorted(by_place.values(), key=lambda row: -row[0])[:_MAX_PLACES]
+    return sorted(by_location.values(), key=lambda row: -row[0])[:_MAX_LOCATIONS]
 
 
 def _read_request(folder: Path) -> str:

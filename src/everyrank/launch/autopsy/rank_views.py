@@ -33,17 +33,17 @@ _LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 class RankView:
     """The state of one rank.
 
-    state     of its process: running, sleeping, stopped, "waiting for a disk", gone; "" on another machine
-    busy      CPU seconds per second while it was observed
-    frames    stack of its main thread, innermost first
-    age       seconds since `frames` were recorded, if they may be outdated; 0: they are current
-    aborted   whether a library ended it in C (SIGABRT, SIGSEGV); `frames` is the stack at that time
-    calls     {"groups": {name: ranks}, "calls": [...]} as `world.calls.recorded_calls` returns it; {} if unknown
-    looks     how many stacks of the last minute were recorded, and `places`, (how often, frames) of the most frequent
-              places in user code among them
-    raised    the message of the error with which it ended
-    ended     whether its work is done
-    workers   (process, frames) of its child processes that respond: data loader workers
+    state        of its process: running, sleeping, stopped, "waiting for a disk", gone; "" on another machine
+    busy         CPU seconds per second while it was observed
+    frames       stack of its main thread, innermost first
+    age          seconds since `frames` were recorded, if they may be outdated; 0: they are current
+    aborted      whether a library ended it in C (SIGABRT, SIGSEGV); `frames` is the stack at that time
+    calls        {"groups": {name: ranks}, "calls": [...]} as `world.calls.recorded_calls` returns it; {} if unknown
+    num_samples  how many stacks of the last minute were recorded
+    locations    (how often, frames) of the most frequent locations in user code among them
+    raised       the message of the error with which it ended
+    ended        whether its work is done
+    workers      (process, frames) of its child processes that respond: data loader workers
     """
 
     rank: int
@@ -55,8 +55,8 @@ class RankView:
     frames: list[Frame] = field(default_factory=list[Frame])
     age: float = 0.0
     calls: dict[str, Any] = field(default_factory=dict[str, Any])
-    looks: int = 0
-    places: list[tuple[int, list[Frame]]] = field(default_factory=list[tuple[int, list[Frame]]])
+    num_samples: int = 0
+    locations: list[tuple[int, list[Frame]]] = field(default_factory=list[tuple[int, list[Frame]]])
     aborted: bool = False
     raised: str = ""
     ended: bool = False
@@ -114,10 +114,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("job", "host", "space", "question", "raised"), str),
-    **dict.fromkeys(("rank", "size", "pid", "main", "looks"), int),
+    **dict.fromkeys(("rank", "size", "pid", "main", "num_samples"), int),
     **dict.fromkeys(("began", "time"), (int, float)),
     "frames": list,
-    "places": list,
+    "locations": list,
     "calls": dict,
     "ended": bool,
 }
@@ -133,7 +133,7 @@ def _is_valid(row: dict[str, Any]) -> bool:
         and all(name in _KINDS and _has_type(value, _KINDS[name]) for name, value in row.items())
         and all(0 <= row.get(name, 0) < _MAX_BYTES for name in ("rank", "size"))
         and all(_is_frame(frame) for frame in row.get("frames", []))
-        and all(_is_stack_count(entry) for entry in row.get("places", []))
+        and all(_is_stack_count(entry) for entry in row.get("locations", []))
         and _are_calls(row.get("calls", {}))
     )
 
@@ -241,8 +241,8 @@ def _view(folder: Path, identity: dict[str, Any], process: psutil.Process | None
     view.raised, view.ended = answer.get("raised", ""), answer.get("ended", False)
     view.calls = row.get("calls", {})
     view.frames = [(file, line, function) for file, line, function in row.get("frames", [])]
-    view.looks = row.get("looks", 0)
-    view.places = [(count, [(*frame,) for frame in frames]) for count, frames in row.get("places", [])]
+    view.num_samples = row.get("num_samples", 0)
+    view.locations = [(count, [(*frame,) for frame in frames]) for count, frames in row.get("locations", [])]
     has_answer = row is answer and bool(answer)
     # on another host its process is unknown, but the stack that it wrote when it was aborted is in the folder
     if not has_answer and view.state in ("gone", "") and (frames := _frames_at_abort(folder, identity)):

@@ -247,18 +247,18 @@ def _most_time(view: RankView, others: Sequence[RankView]) -> str:
     """`It spends 70% of its time at data.py:12 in load (it waits for a thread or a lock), the others 0%`."""
 
     def share(some_view: RankView, location: str) -> float:
-        return sum(count for count, frames in some_view.places if location_text(frames) == location) / (
-            some_view.looks or 1
+        return sum(count for count, frames in some_view.locations if location_text(frames) == location) / (
+            some_view.num_samples or 1
         )
 
-    places = [(location_text(frames), _activity_of(frames)) for _, frames in view.places]
-    usual_shares = {location: statistics.median(share(other, location) for other in others) for location, _ in places}
-    location, activity = max(places, key=lambda row: share(view, row[0]) - usual_shares[row[0]], default=("", ""))
+    rows = [(location_text(frames), _activity_of(frames)) for _, frames in view.locations]
+    usual_shares = {location: statistics.median(share(other, location) for other in others) for location, _ in rows}
+    location, activity = max(rows, key=lambda row: share(view, row[0]) - usual_shares[row[0]], default=("", ""))
     if not location or share(view, location) <= usual_shares[location]:
         return f"rank {view.rank} {_state_text(view)}"
     return (
-        f"rank {view.rank} was at {location} in {share(view, location):.0%} of the {view.looks} looks of the last "
-        f"minute{activity and f' (it {activity})'}, the others in {usual_shares[location]:.0%}"
+        f"rank {view.rank} was at {location} in {share(view, location):.0%} of the {view.num_samples} stack samples "
+        f"of the last minute{activity and f' (it {activity})'}, the others in {usual_shares[location]:.0%}"
     )
 
 
