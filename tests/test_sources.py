@@ -454,7 +454,7 @@ def test_train_names_a_truncated_image(cli: Cli, tmp_path: Path, images: Path) -
             (tmp_path / part / "a" / f"{index}.jpg").write_bytes(content if is_complete else content[:-60])
     args = ["train", "imagenet", "--data", ".", "--workers", "1", "--set"]
     process = cli(tmp_path, *args, "batch=2", "width=4", "size=64", "epochs=1")
-    assert process.status in (2, 4)
+    assert process.status == 2
     assert "Traceback" not in process.err
     assert "2.jpg: cannot be read" in process.err.strip().splitlines()[-1]
 
