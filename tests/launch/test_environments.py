@@ -172,18 +172,21 @@ WRONG_ENVIRONMENTS: dict[str, tuple[dict[str, str], list[str]]] = {
     "Open MPI: size is no number": ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "many"}, ["OMPI_COMM_WORLD_SIZE=many"]),
     "horovodrun: size is no number": ({**HOROVODRUN, "HOROVOD_SIZE": "all"}, ["HOROVOD_SIZE=all"]),
     "srun: size is no number": ({**SRUN, "SLURM_NTASKS": "2-4"}, ["SLURM_NTASKS=2-4"]),
-    "srun: no list of tasks per node": (
+    "srun: malformed tasks per node": (
         {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3(x2"},
         ["SLURM_STEP_TASKS_PER_NODE=3(x2", "2(x3),1"],
     ),
     # contradictions
     "too high a rank": ({**STARTED_BY_HAND, "RANK": "3"}, ["rank 3", "world size 3"]),
     "negative": ({**STARTED_BY_HAND, "RANK": "-1"}, ["rank -1"]),
-    "local above world": ({**STARTED_BY_HAND, "LOCAL_WORLD_SIZE": "4"}, ["local world size 4", "world size 3"]),
+    "local world size above world size": (
+        {**STARTED_BY_HAND, "LOCAL_WORLD_SIZE": "4"},
+        ["local world size 4", "world size 3"],
+    ),
     "too high a local rank": ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "4"}, ["local rank 4"]),
     "too high a node": ({**SRUN, "SLURM_NODEID": "2"}, ["SLURM_NODEID=2", "2 nodes"]),
     "negative node": ({**SRUN, "SLURM_NODEID": "-1"}, ["SLURM_NODEID=-1"]),
-    # a variable set by hand next to the set of srun or mpirun
+    # a variable of the user that contradicts those of srun or mpirun
     "WORLD_SIZE differs from srun": (
         {**SRUN, "WORLD_SIZE": "8"},
         ["WORLD_SIZE=8", "srun set 6", "--ntasks=8", "unset WORLD_SIZE"],
@@ -277,7 +280,7 @@ def test_incomplete_set_is_reported_by_any_rank(
 
 
 def test_rendezvous_of_one_host_is_a_private_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """mpirun names no rendezvous, so no port is opened.
+    """mpirun sets no address, so the ranks meet in a file and open no port.
 
     All ranks of one job share a file that no other job uses.
     """
@@ -293,12 +296,18 @@ def test_rendezvous_of_one_host_is_a_private_file(monkeypatch: pytest.MonkeyPatc
     assert path_of_file_url(info_of_next_job.rendezvous_url) != path
 
 
-def test_rendezvous_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rendezvous_folder_that_others_may_control_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Other users may also write into /tmp."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / f"everyrank-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UsageError, match="set TMPDIR"):
+    folder = tmp_path / f"everyrank-{os.getuid()}"
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="this is a symlink; set TMPDIR"):
+        rank_info_from_environment(OPEN_MPI)
+    other_user = os.getuid() + 1
+    (tmp_path / f"everyrank-{other_user}").mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: other_user)
+    with pytest.raises(UsageError, match="this is a folder of another user; set TMPDIR"):
         rank_info_from_environment(OPEN_MPI)
 
 
@@ -371,10 +380,10 @@ ONE_TASK_PER_NODE = {**SRUN, "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "
 
 ONE_TASK_PER_NODE |= {"SLURM_LOCALID": "0"}
 
-SLURM_MISTAKES: dict[str, tuple[str, dict[str, str], list[str]]] = {
+LAUNCH_MISTAKES: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "in an allocation without srun": ("", SLURM_JOB, ["Slurm job 7", "6 tasks on 2 nodes", "--launcher slurm", "srun"]),
     "in an allocation with one node, without srun": ("", {**SLURM_JOB, "SLURM_NNODES": "1"}, ["6 tasks on 1 node,"]),
-    "one task a node, ranks counted for each GPU": (
+    "one task a node, but more --processes": (
         "--processes 8",
         ONE_TASK_PER_NODE,
         ["--processes 8", "one task on each of 2 nodes", "srun --ntasks-per-node=4"],
@@ -397,10 +406,10 @@ SLURM_MISTAKES: dict[str, tuple[str, dict[str, str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", SLURM_MISTAKES)
-def test_mistake_with_slurm_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize("case", LAUNCH_MISTAKES)
+def test_mistake_is_refused_before_a_process_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
     """It is found before a process starts. The error is one line with the fix."""
-    command_text, environment, fragments = SLURM_MISTAKES[case]
+    command_text, environment, fragments = LAUNCH_MISTAKES[case]
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(slurm, "addresses_of", lambda _: ["10.0.0.1"])
     for name, value in environment.items():
@@ -445,7 +454,7 @@ WRONG_ALLOCATIONS: dict[str, tuple[Launch, dict[str, str], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_ALLOCATIONS)
-def test_allocation_with_a_different_number_of_tasks_is_refused(case: str) -> None:
+def test_allocation_that_does_not_fit_is_refused(case: str) -> None:
     """The error is one line with the options that fix it."""
     launch, environment, fragments = WRONG_ALLOCATIONS[case]
     with pytest.raises(UsageError) as error_info:
@@ -514,9 +523,12 @@ def test_node_task_execs_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("codes", "status"), [([0, 0, 0], 0), ([0, 3, None], 3), ([None, -9, None], 137)])
 def test_node_task_starts_its_ranks(monkeypatch: pytest.MonkeyPatch, codes: list[int | None], status: int) -> None:
-    """Rank = node x ranks per node + local rank. If one fails, the task kills the others and exits with its status."""
+    """If a rank fails, the task kills all and exits with the status of that rank.
+
+    Rank = node x ranks per node + local rank.
+    """
     commands: list[list[str]] = []
-    killed_ranks: list[int] = []
+    killed_local_ranks: list[int] = []
 
     class Process:
         def __init__(self, command: list[str]) -> None:
@@ -528,7 +540,7 @@ def test_node_task_starts_its_ranks(monkeypatch: pytest.MonkeyPatch, codes: list
             return self.returncode
 
         def kill(self) -> None:
-            killed_ranks.append(self.number)
+            killed_local_ranks.append(self.number)
 
     monkeypatch.setattr(node.subprocess, "Popen", Process)
     monkeypatch.setattr(node.time, "sleep", lambda _: None)
@@ -540,4 +552,4 @@ def test_node_task_starts_its_ranks(monkeypatch: pytest.MonkeyPatch, codes: list
         monkeypatch.setenv(name, value)
     assert node.main() == status
     assert [command[-3:] for command in commands] == [["3", "0", "3"], ["4", "1", "3"], ["5", "2", "3"]]
-    assert killed_ranks == ([] if status == 0 else [0, 1, 2])
+    assert killed_local_ranks == ([] if status == 0 else [0, 1, 2])

@@ -65,7 +65,7 @@ def inspect_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return call
 
 
-def shared_state(rank: dict[str, Any]) -> dict[str, Any]:
+def expected_equal_state(rank: dict[str, Any]) -> dict[str, Any]:
     """Return what must be equal in each rank, with and without a fork server."""
     return {name: rank[name] for name in ("environment", "stdin", "folder", "sigterm handler")}
 
@@ -86,7 +86,7 @@ def test_ranks_are_forks_of_one_process(inspect_ranks: Any, monkeypatch: pytest.
     started_separately = inspect_ranks()
     assert all(rank["program"] == "everyrank.launch.worker" for rank in started_separately)
     for rank in ranks:
-        assert shared_state(rank) == shared_state(started_separately[0])
+        assert expected_equal_state(rank) == expected_equal_state(started_separately[0])
         assert rank["environment"]["MINE"] == "of this call"
 
 
@@ -107,7 +107,7 @@ def test_ranks_start_separately_if_a_fork_is_unsafe(inspect_ranks: Any, statemen
 
 
 @pytest.mark.usefixtures("python")
-def test_failed_import_is_reported_as_without_a_fork_server(inspect_ranks: Any) -> None:
+def test_ranks_report_a_failed_import(inspect_ranks: Any) -> None:
     """The ranks report the ImportError, as they would without a fork server."""
     with pytest.raises(RankFailedError, match=r"^rank \d of 2 .*rank_state_\w+\.py:7 .*ImportError: no GPU"):
         inspect_ranks("raise ImportError('no GPU')")

@@ -41,7 +41,7 @@ def test_comparison_runs_by_default_after_quick_audit_without_certain_mistake(is
     assert is_compared(AUDIT)
     assert is_compared(dataclasses.replace(AUDIT, findings=(WARN,)))
     assert not is_compared(dataclasses.replace(AUDIT, findings=(FAIL,)))
-    rank_finding = dataclasses.replace(FAIL, refuted_if_ranks_agree=True)
+    rank_finding = dataclasses.replace(FAIL, refuted_if_equal_to_one_rank=True)
     assert is_compared(dataclasses.replace(AUDIT, findings=(rank_finding,)))
     assert not is_compared(dataclasses.replace(AUDIT, findings=(rank_finding, FAIL)))
     assert not is_compared(dataclasses.replace(AUDIT, seconds=60.0))
@@ -85,7 +85,7 @@ def test_comparison_without_difference_refutes_findings_about_ranks(
 
     A difference that a rule explains is reported as a consequence of that rule.
     """
-    rank_finding = Finding("FAIL", "gradient.scale", "train.py:9", "2x too large", refuted_if_ranks_agree=True)
+    rank_finding = Finding("FAIL", "gradient.scale", "train.py:9", "2x too large", refuted_if_equal_to_one_rank=True)
     differences = tuple(Finding("WARN", rule, "train.py:9", "differs") for rule in rules)
     results = RelationResults(differences, (), 1.0, num_equal)
     monkeypatch.setattr(compare_module, "compare_script", lambda *_, **__: results)

@@ -25,8 +25,8 @@ class Finding:
     text         what is wrong, with numbers
     fix          what to write instead, in one line
     other_lines  other lines that contribute to the mistake
-    refuted_if_ranks_agree  whether the mistake makes the first update differ from that of one rank with all samples. If
-                            the comparison with one rank finds no difference, the finding is removed
+    refuted_if_equal_to_one_rank  whether the finding is removed if one rank with all samples trains the same, because
+                                  this mistake would change the first update
     variables    variables of the line that the finding is about; () for all
     """
 
@@ -36,7 +36,7 @@ class Finding:
     text: str
     fix: str = ""
     other_lines: tuple[str, ...] = ()
-    refuted_if_ranks_agree: bool = False
+    refuted_if_equal_to_one_rank: bool = False
     variables: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -67,7 +67,7 @@ class Findings(list[Finding]):
 
     unchecked  sentences about what could not be checked
     replayed   results of --replay
-    refuted    rules whose findings are no mistakes, as a comparison has shown
+    refuted    rules whose findings were false alarms, as a comparison has shown
     """
 
     unchecked: list[str]
@@ -87,17 +87,19 @@ class Findings(list[Finding]):
         fix: str = "",
         other_lines: tuple[str, ...] = (),
         *,
-        refuted_if_ranks_agree: bool = False,
+        refuted_if_equal_to_one_rank: bool = False,
         variables: tuple[str, ...] = (),
     ) -> None:
         """Add a finding, unless the same rule has reported this line already."""
         assert level in LEVELS, level
         if not any(known.rule == rule and known.location == location for known in self):
             further_lines = tuple(line for line in other_lines if line and line != location)
-            self.append(Finding(level, rule, location, text, fix, further_lines, refuted_if_ranks_agree, variables))
+            self.append(
+                Finding(level, rule, location, text, fix, further_lines, refuted_if_equal_to_one_rank, variables)
+            )
 
     def add_unchecked(self, message: str) -> None:
-        """Report a check that was impossible, for example of the evaluation in a script that has none."""
+        """Report a check that was impossible, for example because the script has no evaluation."""
         if message not in self.unchecked:
             self.unchecked.append(message)
 
@@ -108,7 +110,7 @@ class Findings(list[Finding]):
                 self[index] = dataclasses.replace(finding, level="WARN", text=f"{finding.text}; {reason}")
 
     def refute(self, *rules: str) -> None:
-        """Remove findings of these rules here, and list the rules in `refuted`, so that the audit removes its own."""
+        """Remove findings of these rules, and add the rules to `refuted`, so that the audit removes its own, too."""
         self[:] = [finding for finding in self if finding.rule not in rules]
         self.refuted.update(rules)
 

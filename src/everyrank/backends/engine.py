@@ -3,7 +3,7 @@
 An operation is a generator that yields the ranks that it waits for, so one thread can run many operations. Operations
 of different groups cannot deadlock, even if ranks start them in different orders.
 
-    ENGINE.start(operation)            runs it up to its first wait
+    ENGINE.start(operation)            queues it, and runs the queue up to the next wait
     ENGINE.finish_or_leave(operation)  runs it to its end; with async_op=True only for a short grace time
     operation.wait()                   runs all pending operations in this thread until this one is done
     the engine's thread                runs the rest while no thread waits
@@ -51,7 +51,7 @@ class PendingWork(Work):
     value     the value that the generator has returned; for a receive, the rank of the sender
     """
 
-    # Class attributes save time, because most calls end before one of them changes.
+    # Class attributes save time, because most calls change only a few of them.
     done = False
     error: BaseException | None = None
     value: Any = None
@@ -128,7 +128,7 @@ class Engine:
     """Runs all pending operations of this process.
 
     lock             protects all queues and operations
-    pending_queues   the queues with pending operations, as a set in the order of their start
+    pending_queues   the queues with pending operations, the oldest first (a dict that is used as an ordered set)
     num_waiters      number of threads inside `finish`; the background thread pauses while there are any
     has_work         wakes the background thread
     thread           the background thread, started on the first need
@@ -144,7 +144,7 @@ class Engine:
         self.is_oversubscribed = False
 
     def start(self, operation: PendingWork) -> None:
-        """Put an operation into its queue and run it up to its first wait.
+        """Put an operation into its queue, and run the queue up to its next wait.
 
         Raises `RankFailedError` if an earlier operation of the queue has failed.
         """
@@ -166,8 +166,8 @@ class Engine:
         """
         if operation.done:
             return operation
-        # Only messages have a grace time of 0. A callback must not wait for a message, because it may start several
-        # that complete only together.
+        # Only messages have a grace time of 0. A callback must not wait for one message, because the callback may start
+        # several messages that complete only together.
         if not is_async or (grace_seconds > 0 and is_in_callback()):
             self.finish(operation, None)
         elif not (grace_seconds > 0 and self.finish(operation, None, grace_seconds)):
@@ -177,8 +177,8 @@ class Engine:
     def finish(self, operation: PendingWork, timeout_seconds: float | None, grace_seconds: float | None = None) -> bool:
         """Run all pending operations until this one is done or has failed, and return whether it has ended.
 
-        With `grace_seconds`, stop if it waits longer than that for the same ranks. The background thread pauses
-        meanwhile.
+        With `grace_seconds`, stop if the first operation of its queue waits that long for the same ranks. Meanwhile the
+        background thread pauses.
         """
         with self.lock:
             self.num_waiters += 1
@@ -215,7 +215,7 @@ class Engine:
     ) -> bool:
         """Run all pending operations, with growing pauses, until this one is done; return whether it is.
 
-        With `grace_seconds`, stop if it waits longer than that for the same ranks.
+        With `grace_seconds`, stop if the first operation of its queue waits that long for the same ranks.
         """
         start = time.monotonic()
         while not operation.done:
@@ -304,8 +304,9 @@ class Engine:
 
     def _run_thread(self) -> None:
         while self.thread is not None:
-            queue = next(iter(list(self.pending_queues)), None)
-            operation = queue.operations[0] if queue is not None and queue.operations else None
+            with self.lock:
+                queue = next(iter(self.pending_queues), None)
+                operation = queue.operations[0] if queue is not None and queue.operations else None
             if operation is not None:
                 with profiler_range(*operation.name.split()):
                     self._run_in_thread_until(operation)

@@ -255,7 +255,7 @@ def _is_worth_comparing(audit: Audit, options: AuditOptions) -> bool:
     """Whether to compare by default: a quick script that trains, without a FAIL that the comparison cannot refute."""
     is_script = options.shim is None and audit.python_args[0] != "-m"
     is_quick = audit.seconds <= _SHORT_SECONDS and not options.watch
-    is_certain = any(finding.level == "FAIL" and not finding.refuted_if_ranks_agree for finding in audit.findings)
+    is_certain = any(finding.level == "FAIL" and not finding.refuted_if_equal_to_one_rank for finding in audit.findings)
     return is_script and is_quick and audit.updates > 0 and not is_certain
 
 

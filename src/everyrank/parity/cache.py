@@ -1,9 +1,9 @@
 """Cache the runs of `single` on disk. The name of a file is a hash of the inputs listed below.
 
-The hash covers the code of everyrank, every imported file of the user, the installed packages, the machine, the
-settings, the initial weights, the optimizer, and every batch. It does not cover other inputs of a loss, such as an
-environment variable or a file of class weights. Before `verify` reports a difference from a cached run, it therefore
-runs `single` again and compares with that run. `verify --fresh` ignores the cache.
+The hash covers the code of everyrank, every imported .py file of the user, the versions of the installed packages, the
+machine, the settings, the initial weights, the optimizer, and every batch. It does not cover other inputs of a loss,
+such as an environment variable or a file of class weights. Therefore `verify` runs `single` again before it reports
+a difference from a cached run. `verify --fresh` ignores the cache.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def cache_folder() -> Path | None:
-    """Return the folder of cached runs, or None without a home folder, and if XDG_CACHE_HOME is not absolute."""
-    base = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))  # noqa: PTH111  (Path's raises)
+    """Return the folder of cached runs, or None if XDG_CACHE_HOME is relative or the home folder is unknown."""
+    base = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))  # noqa: PTH111  (Path.expanduser may raise)
     return base / "everyrank" / "references" if base.is_absolute() else None
 
 
@@ -119,7 +119,8 @@ def _package_hash() -> str:
 @functools.cache
 def _packages() -> list[tuple[str, str]]:
     """List all installed packages with versions: any of them may define the model."""
-    return sorted({(package.name, package.version) for package in importlib.metadata.distributions()})
+    # a folder without METADATA, which an interrupted installation leaves, has neither name nor version
+    return sorted({(str(package.name), str(package.version)) for package in importlib.metadata.distributions()})
 
 
 def _user_files() -> set[str]:
@@ -143,8 +144,8 @@ def load_reference(name: str) -> tuple[Trace, dict[str, Any]] | None:
         return None
     try:
         with safe_open(folder / name, framework="pt") as file:
-            metadata = json.loads(file.metadata()["about"])
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (no dict)
+            metadata = json.loads(file.metadata()["fields"])
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (`file` is not a dict)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
     with contextlib.suppress(OSError):
@@ -172,7 +173,7 @@ def load_reference(name: str) -> tuple[Trace, dict[str, Any]] | None:
 
 
 def save_reference(name: str, run: Trace, fields: dict[str, Any]) -> None:
-    """Write a run to the cache. A full or read-only disk is ignored: the run is only repeated next time."""
+    """Write a run to the cache. Errors of a full or read-only disk are ignored. The next call then runs again."""
     folder = cache_folder()
     if folder is None:
         return
@@ -196,7 +197,9 @@ def save_reference(name: str, run: Trace, fields: dict[str, Any]) -> None:
     partial = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError, SafetensorError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        save_file({key: value.contiguous() for key, value in tensors.items()}, partial, {"about": json.dumps(metadata)})
+        save_file(
+            {key: value.contiguous() for key, value in tensors.items()}, partial, {"fields": json.dumps(metadata)}
+        )
         partial.replace(path)
         _prune(folder)
     with contextlib.suppress(OSError):
@@ -204,7 +207,7 @@ def save_reference(name: str, run: Trace, fields: dict[str, Any]) -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Remove the least recently used files above the total size."""
+    """Remove the least recently used files until the others have at most `_MAX_TOTAL_BYTES`."""
     files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
     total = 0
     for path in files:

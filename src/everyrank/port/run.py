@@ -124,7 +124,7 @@ def port_script(
         imposed = dataclasses.replace(
             _IMPOSED,
             backward_is_update=not any(fact.kind == "step" for fact in facts),
-            most_elements=0 if target == "fsdp" else _MOST_ELEMENTS,  # 0: whole tensors, to join the shards
+            max_elements=0 if target == "fsdp" else _MOST_ELEMENTS,  # 0: whole tensors, to join the shards
         )
         original, float64 = _original(host, imposed)
         tried: list[Attempt] = []
@@ -320,7 +320,7 @@ _IMPOSED = Imposed(
     seed=SEED,
     norms_over_ranks=True,
     pass_batches=PASS_BATCHES,
-    most_elements=_MOST_ELEMENTS,
+    max_elements=_MOST_ELEMENTS,
 )
 
 

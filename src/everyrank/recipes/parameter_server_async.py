@@ -112,7 +112,7 @@ def finish(trainer):
 
 
 def connect(name, rank, world_size, init_method):
-    """Connect this process to the others. A call fails after a minute."""
+    """Connect this process to the others. A call fails if it has no answer after a minute."""
     loopback = next(interface for _, interface in socket.if_nameindex() if interface.startswith("lo"))
     for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # the default is an address that the network can reach
         os.environ.setdefault(variable, loopback)

@@ -363,7 +363,7 @@ def with_comparison(audit: Audit, options: AuditOptions) -> Audit:
     remaining = [
         finding
         for finding in audit.findings
-        if finding.rule not in comparison.refuted and not (are_equal and finding.refuted_if_ranks_agree)
+        if finding.rule not in comparison.refuted and not (are_equal and finding.refuted_if_equal_to_one_rank)
     ]
     result = "the script ran again for the comparison with one rank"
     if are_equal:

@@ -25,8 +25,8 @@ TEXT_COLOUR = "#010203"  # placeholder for the text colour of the page
 _WIDTH = 5.0  # inches
 _MAX_NAME_LENGTH = 30
 
-# From Okabe and Ito 2008, then from Tol's muted colours, some replaced: distinct for most colour-blind people, on
-# light and dark pages
+# The colours are distinct for most colour-blind people, on light and dark pages. The first eight are those of Okabe
+# and Ito (2008), the others Tol's muted colours. A few are replaced.
 COLOURS = (
     *("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#a6811c", "#7a7a7a"),
     *("#882255", "#44aa99", "#6655bb", "#999933"),
@@ -116,7 +116,7 @@ def legend_height(names: Sequence[str]) -> float:
 def bars(
     records: Sequence[Record],
     x_label: str,
-    paint: Callable[[Any, int, Record], None],
+    paint_row: Callable[[Any, int, Record], None],
     legend: Sequence[str] = (),
 ) -> str:
     """Return an SVG with a horizontal bar for each Record, from top to bottom, or "" if there are no Records."""
@@ -124,7 +124,7 @@ def bars(
     def all_bars(figure: Any) -> None:
         axes = figure.subplots()
         for row, record in enumerate(records):
-            paint(axes, row, record)
+            paint_row(axes, row, record)
         axes.set_yticks(range(len(records)), [short(label(record)) for record in records])
         axes.invert_yaxis()
         axes.set_xlabel(x_label)

@@ -158,7 +158,7 @@ class ScriptHost:
             "backward_is_update": imposed.backward_is_update,
             "norms_over_ranks": imposed.norms_over_ranks,
             "pass_batches": imposed.pass_batches,
-            "most_elements": imposed.most_elements,
+            "max_elements": imposed.max_elements,
             "reads": imposed.reads,
             "larger": imposed.larger,
             "expressions": expressions,

@@ -156,7 +156,7 @@ class Imposed:
     reads                  rows that the script takes from its tensors are replaced by the merged rows of all ranks
     larger                 name of an integer in the script to multiply by the number of ranks; `BATCH_SIZES` for all
                            batch sizes. Random numbers that keep their shape are then those of rank 0
-    most_elements          number of evenly spread elements to store of larger tensors, with their norm; 0 for all
+    max_elements          number of evenly spread elements to store of larger tensors, with their norm; 0 for all
     pass_batches           number of batches of each pass over a loader, including the last one; 0 for all
     """
 
@@ -176,7 +176,7 @@ class Imposed:
     pass_batches: int = 0
     reads: bool = False
     larger: str = ""
-    most_elements: int = 0
+    max_elements: int = 0
 
 
 def load_rank(path: Path) -> dict[str, Any]:

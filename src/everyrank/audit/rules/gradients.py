@@ -254,7 +254,7 @@ def _explain_mismatch(
     }
     single_fits = {rank: update.fit(names, rank, [[key] for key in all_backwards]) for rank in ranks}
     residual = max(fit.residual for fit in single_fits.values())
-    refuted_if_ranks_agree = len(ranks) > 1 and update.number == 0
+    refuted_if_equal_to_one_rank = len(ranks) > 1 and update.number == 0
     if len(ranks) > 1 and all(update.fit(names, rank, local[rank]).residual < tolerance for rank in ranks):
         rule, text = "local", "each rank steps with its local gradient: no gradient is averaged over the ranks"
         fix = "wrap the model in DistributedDataParallel, and call the last backward outside no_sync()"
@@ -274,7 +274,7 @@ def _explain_mismatch(
         rule, text = "weights", f"the gradient is not the mean of the ranks' gradients; on rank 0 it is {weights}"
         fix = "all-reduce only in the last backward of an update, and use no_sync() for the others"
         if _is_same_on_ranks(factors, all_backwards, tolerance):
-            refuted_if_ranks_agree = False
+            refuted_if_equal_to_one_rank = False
             fix = "add up the gradients of all backwards of an update, with the same weight"
     elif not mismatched and residual > _HALF_PRECISION_RESIDUAL:
         text = "each tensor's gradient has a different factor: the tensors are clipped one by one, or set to zero"
@@ -296,7 +296,13 @@ def _explain_mismatch(
     no_sync_lines = tuple(dict.fromkeys(event.line for event in evidence.of(ranks[0], NoSync)))
     text = f"update {update.number}: {text}"
     findings.add(
-        level, f"gradient.{rule}", update.line, text, fix, no_sync_lines, refuted_if_ranks_agree=refuted_if_ranks_agree
+        level,
+        f"gradient.{rule}",
+        update.line,
+        text,
+        fix,
+        no_sync_lines,
+        refuted_if_equal_to_one_rank=refuted_if_equal_to_one_rank,
     )
 
 

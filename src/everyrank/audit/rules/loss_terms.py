@@ -98,7 +98,7 @@ def _check_weights(
             f"{lightest[1]} ({terms[lightest].terms:g} terms): a mean of means, not the mean over all {count:g} terms",
             "sum the loss, and divide it by the number of terms of all ranks and micro-batches",
             evidence.scaling_lines(update),
-            refuted_if_ranks_agree=update == 0 and len(terms) == evidence.world_size,
+            refuted_if_equal_to_one_rank=update == 0 and len(terms) == evidence.world_size,
         )
     total_weight = sum(weights[key] * term.terms for key, term in terms.items())
     if len({term.reduction for term in terms.values()}) > 1:
@@ -145,7 +145,7 @@ def _report_scale(
         f"{cause or 'perhaps a loss weight of the script'}",
         fix,
         (*evidence.scaling_lines(update), *(_step_line(evidence, update) if num_backwards != usual_backwards else ())),
-        refuted_if_ranks_agree=update == 0 and "ranks" in cause,
+        refuted_if_equal_to_one_rank=update == 0 and "ranks" in cause,
     )
 
 

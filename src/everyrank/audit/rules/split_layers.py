@@ -131,7 +131,7 @@ def _check_experts(evidence: Evidence, findings: Findings) -> None:
                 f"gradients are averaged over the {num_ranks} ranks, except those of parameters that only one rank "
                 f"has. If these get the tokens of all ranks, as experts do, their gradients are {num_ranks}x too large",
                 "divide the gradients of experts by the number of ranks whose tokens they get",
-                refuted_if_ranks_agree=True,
+                refuted_if_equal_to_one_rank=True,
             )
 
 
@@ -195,7 +195,7 @@ def _check_scale(evidence: Evidence, findings: Findings) -> None:
                 f"{text}, but the {num_ranks} ranks read the same samples",
                 f"{fix}. The ranks of a tensor-parallel group count as one rank",
                 evidence.scaling_lines(list(evidence.steps)[1]),
-                refuted_if_ranks_agree=True,
+                refuted_if_equal_to_one_rank=True,
             )
 
 

@@ -1,4 +1,4 @@
-"""Collectives over shared memory: in each phase a rank writes into its own buffer and reads the other ranks' buffers.
+"""Collectives over shared memory: a rank writes into its own buffer, and reads the buffers that it needs.
 
 Tensors longer than a buffer are sent in chunks.
 """
@@ -217,7 +217,7 @@ class SharedMemoryCollectives(Phases):
     def _max_length(self, output_bytes: list[Tensor]) -> int:
         """Return the bytes of the longest input of any rank.
 
-        Raises `RankFailedError` if a rank sends this rank a length that differs from the length of the output for it.
+        Raises `RankFailedError` if the input that a rank sends here is not as long as the output for that rank's data.
         """
         lengths = [buffer.tolist() for buffer in self._prefixes(torch.int64, self.size)]
         for rank, output in enumerate(output_bytes):
@@ -229,5 +229,5 @@ class SharedMemoryCollectives(Phases):
         return max(map(max, lengths))
 
     def _bytes_per_rank(self, header_bytes: int = 0) -> int:
-        """Return how many bytes of a buffer after its header each rank gets: a multiple of 64, to fit any dtype."""
+        """Return the bytes of one rank's part of a buffer, without the header: a multiple of 64, to align any dtype."""
         return (self.num_bytes - header_bytes) // self.size // 64 * 64

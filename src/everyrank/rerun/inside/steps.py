@@ -1,4 +1,4 @@
-"""Records losses, gradients, parameters, learning rates and states of each update."""
+"""Records losses, gradients, parameters, learning rates, buffers and untrained parameters of each update."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ class _Steps:
         self.session, self.modules = session, modules
         self.losses: list[float] = []
         self.backward_lines: list[str] = []
-        self.pending: dict[str, Any] = {}
+        self.current_update: dict[str, Any] = {}
         self.stepped_parameter_ids: set[int] = set()
-        self.names: dict[int, str] = {}
-        self.script_learning_rates: dict[int, list[Any]] = {}  # of each group: a float, a tensor, or None without one
+        self.parameter_names: dict[int, str] = {}
+        # by the optimizer's id, for each parameter group; None if it has no "lr"
+        self.script_learning_rates: dict[int, list[Any]] = {}
         self.script_momenta: dict[int, list[Any]] = {}
         self.constructed_at: dict[int, str] = {}  # the line that constructs each optimizer, by its id
         self.counters = Counters()
 
     @property
     def records_tensors(self) -> bool:
-        """Whether gradients, parameters and states of this update are recorded."""
+        """Whether gradients, parameters, buffers and untrained parameters of this update are recorded."""
         return self.session.update < self.session.settings["num_detailed"]
 
     def before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -45,14 +46,15 @@ class _Steps:
         session = self.session
         if not session.is_active:
             return
+        self.restore_learning_rates(optimizer)  # if its previous step raised an error, which the script caught
         with session.quiet(), torch.no_grad():
             self.record_states()
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            unknown = [p for p in parameters if id(p) not in self.names]
+            unknown = [p for p in parameters if id(p) not in self.parameter_names]
             if unknown:
-                self.names = self.modules.parameters()
+                self.parameter_names = self.modules.parameters()
                 for number, parameter in enumerate(parameters):
-                    self.names.setdefault(id(parameter), f"{type(optimizer).__name__}: parameter {number}")
+                    self.parameter_names.setdefault(id(parameter), f"{type(optimizer).__name__}: parameter {number}")
             self.stepped_parameter_ids |= {id(p) for p in parameters}
             if self.records_tensors:
                 session.copies = self.modules.copies(self.stepped_parameter_ids)
@@ -61,7 +63,7 @@ class _Steps:
                 if not session.update:
                     session.facts["constructed_at"] = self.modules.lines()
                     session.facts["batch_norms"] = self.modules.num_batch_norms()
-            self.pending = {
+            self.current_update = {
                 "losses": self.losses,
                 "backwards": self.backward_lines,
                 "step": user_line(),
@@ -75,16 +77,19 @@ class _Steps:
                 "optimizer": self.constructed_at.get(id(optimizer), ""),
             }
             if self.records_tensors:
-                named = {self.names[id(p)]: p for p in parameters}
-                self.pending["gradients"] = {
+                named = {self.parameter_names[id(p)]: p for p in parameters}
+                self.current_update["gradients"] = {
                     name: None if p.grad is None else self.stored_copy(_reduced(p.grad)) for name, p in named.items()
                 }
-                self.pending["before"] = {name: self.stored_copy(p) for name, p in named.items()}
+                self.current_update["before"] = {name: self.stored_copy(p) for name, p in named.items()}
             self.impose_learning_rates(optimizer)
             self.losses, self.backward_lines = [], []
 
     def record_dead_parameters(self, optimizer: Any, parameters: list[Any]) -> None:
-        """Record an optimizer with parameters outside modules, if as many others have gradients but no optimizer."""
+        """Record an optimizer that has n parameters without gradient outside modules, if n others lack an optimizer.
+
+        These others are parameters of modules, and have gradients.
+        """
         facts = self.session.facts
         if "dead" in facts:
             return
@@ -114,10 +119,12 @@ class _Steps:
             facts["counted"] = [facts["empty_steps"][id(optimizer)], max(counts, default=0.0), user_line()]
 
     def impose_learning_rates(self, optimizer: Any) -> None:
-        """Use the learning rates and momenta of the first recorded rank for this step, and keep those of the script."""
+        """Set the learning rates and momenta that the first recorded rank had in this step.
+
+        `restore_learning_rates` sets those of the script again.
+        """
         is_imposed = self.session.imposed and not self.session.settings["by_rows"]
         recorded_updates = self.session.imposed[0]["updates"] if is_imposed else []
-        self.script_learning_rates, self.script_momenta = {}, {}
         if self.session.update < len(recorded_updates):
             rates = recorded_updates[self.session.update]["rates"]
             if len(rates) == len(optimizer.param_groups):
@@ -128,23 +135,31 @@ class _Steps:
                         group["lr"] = torch.full_like(group["lr"], rate) if torch.is_tensor(group["lr"]) else rate
                 _set_momenta(optimizer, recorded_updates[self.session.update]["momenta"])
 
+    def restore_learning_rates(self, optimizer: Any) -> None:
+        """Set the learning rates and momenta of the script again, if they were replaced for a step."""
+        learning_rates = self.script_learning_rates.pop(id(optimizer), [])
+        for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=False):
+            if learning_rate is not None:
+                group["lr"] = learning_rate  # the same object, because a compiled optimizer refers to its tensor
+        _set_momenta(optimizer, self.script_momenta.pop(id(optimizer), []))
+
     def after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """Record an optimizer after its step. The last update of the run ends the process."""
         session = self.session
-        if not session.is_active or not self.pending:
+        if not session.is_active:
+            return
+        self.restore_learning_rates(optimizer)
+        if (
+            not self.current_update
+        ):  # the step of an inner optimizer, such as that of ZeroRedundancyOptimizer, was recorded
             return
         with session.quiet(), torch.no_grad():
-            script_learning_rates = self.script_learning_rates.get(id(optimizer), [])
-            for group, learning_rate in zip(optimizer.param_groups, script_learning_rates, strict=False):
-                if learning_rate is not None:
-                    group["lr"] = learning_rate  # the same object: a compiled optimizer keeps its tensor
-            _set_momenta(optimizer, self.script_momenta.get(id(optimizer), []))
             if self.records_tensors:
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                self.pending["after"] = {self.names[id(p)]: self.stored_copy(p) for p in parameters}
+                self.current_update["after"] = {self.parameter_names[id(p)]: self.stored_copy(p) for p in parameters}
             self.impose_parameters(optimizer)
-            session.updates.append(self.pending)
-            self.pending = {}
+            session.updates.append(self.current_update)
+            self.current_update = {}
             session.update += 1
             session.num_backwards = 0
             is_last = session.is_last()
@@ -161,9 +176,9 @@ class _Steps:
         ]
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             shards = [
-                rank_parameters[self.names[id(parameter)]]
+                rank_parameters[self.parameter_names[id(parameter)]]
                 for rank_parameters in recorded_parameters
-                if self.names[id(parameter)] in rank_parameters
+                if self.parameter_names[id(parameter)] in rank_parameters
             ]
             local_parameter = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             joined = (
@@ -179,7 +194,7 @@ class _Steps:
 
         For integers, the sum replaces the norm.
         """
-        shard, max_elements = shard_of(tensor), self.session.settings["most_elements"]
+        shard, max_elements = shard_of(tensor), self.session.settings["max_elements"]
         if not max_elements or shard.numel() <= max_elements:
             return shard
         flat = shard.flatten()
@@ -187,7 +202,10 @@ class _Steps:
         return torch.cat([flat[:: -(-len(flat) // max_elements)], norm[None]])
 
     def record_states(self) -> None:
-        """Record the states of the previous update. Called when the next optimizer step begins, and at the end."""
+        """Record buffers, untrained parameters and running statistics after the previous update.
+
+        It is called when the next optimizer step begins, and before the recording is written.
+        """
         updates = self.session.updates
         if updates and len(updates) <= self.session.settings["num_detailed"] and not updates[-1]["states"]:
             states = self.modules.states(self.stepped_parameter_ids)
