@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.metadata
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import zoo
 from everyrank import parse_layout
 from everyrank.loop import open_data
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parity import ParityCase, check_layout, parity_case
+from everyrank.parity import ParityCase, cache, check_layout, parity_case
 from everyrank.parity.cache import load_reference, save_reference
 from everyrank.parity.samples import check_samples
 from everyrank.parity.trace import Trace
@@ -320,6 +321,13 @@ def test_cache_without_an_absolute_folder_is_off(tmp_path: Path, monkeypatch: py
     assert load_reference("run.safetensors") is None
     save_reference("other.safetensors", run, fields)
     assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["run.safetensors"]
+
+
+def test_half_removed_package_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted installation leaves a folder without METADATA. The cache works all the same."""
+    distributions = [SimpleNamespace(name=name, version=version) for name, version in ((None, None), ("a", "1"))]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: distributions)
+    assert cache._packages.__wrapped__() == [("None", "None"), ("a", "1")]
 
 
 def test_runs_of_single_are_cached(ranks: Any, tmp_path: Path) -> None:

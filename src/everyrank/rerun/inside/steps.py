@@ -149,9 +149,7 @@ class _Steps:
         if not session.is_active:
             return
         self.restore_learning_rates(optimizer)
-        if (
-            not self.current_update
-        ):  # the step of an inner optimizer, such as that of ZeroRedundancyOptimizer, was recorded
+        if not self.current_update:  # the step of its inner optimizer was recorded (ZeroRedundancyOptimizer)
             return
         with session.quiet(), torch.no_grad():
             if self.records_tensors:
