@@ -70,7 +70,7 @@ def measure(info: RankInfo, launch: Launch, rounds: int) -> dict[str, Any]:
         for _ in range(20):
             dist.barrier()
             start = time.perf_counter()
-            watch.look()
+            watch.compare()
             comparisons.append(time.perf_counter() - start)
         return {**times, "look": comparisons, **time_parts()}
 

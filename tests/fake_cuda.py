@@ -404,9 +404,9 @@ def count_update(workload: Workload, layout: str, rank: int, size: int) -> Opera
     with fake_world(rank, size) as world, simulated_cuda(max(2, size)), FakeTensorMode(allow_non_fake_inputs=True):
         with _models_on_cuda():
             prepared = prepare(workload, parse_layout(layout), world)
-        prepared.parallel.is_checked = True  # the checks of the first update would read values
-        if prepared.parallel.tensor is not None:
-            prepared.parallel.tensor.unseen.clear()
+        prepared.parallel.is_first_call_done = True  # the checks of the first update would read values
+        if prepared.parallel.tensor_parallel is not None:
+            prepared.parallel.tensor_parallel.unseen.clear()
         for _ in range(2):
             batches = _batches(workload, prepared)
             with CountOperators() as counting, _patched_tolist(counting, _header(prepared, batches[0])):

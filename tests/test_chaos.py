@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 
 import everyrank
-from everyrank.chaos import FAULTS
+from everyrank.chaos import FAULTS, trainer_process
 from everyrank.chaos.campaign import _status, compare_runs
 from everyrank.chaos.faults import TWO_HOSTS, why_unnoticed
+from everyrank.chaos.trainer_run import TrainCall
 from everyrank.cli import main
+from everyrank.errors import EveryrankError
 from everyrank.layout import parse_layout
 from everyrank.record import Parity, Record, read_records, write_records
 from everyrank.report.chaos import has_held, print_chaos
@@ -242,3 +245,23 @@ def test_only_the_chaos_command_imports_fault_injection() -> None:
         path.relative_to(package).as_posix() for path in package.rglob("*.py") if "everyrank.chaos" in path.read_text()
     }
     assert {name for name in importing_modules if not name.startswith("chaos/")} == {"commands/chaos.py"}
+
+
+def test_trainer_that_fails_before_it_makes_its_folder_reports_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run on a separate disk is copied when it ends. Without a folder to copy, ended.json has the error."""
+
+    def fail(*_: object) -> int:
+        raise EveryrankError("no such workload")
+
+    call = TrainCall({}, "ddp", {}, str(tmp_path / "run"), 1, 0, 0, kept=str(tmp_path / "kept"))
+    (tmp_path / "call.json").write_text(json.dumps(dataclasses.asdict(call)))
+    monkeypatch.setattr(trainer_process, "train", fail)
+    monkeypatch.setattr(sys, "argv", ["trainer_process", str(tmp_path / "call.json")])
+    with pytest.raises(SystemExit) as ended:
+        trainer_process.main()
+    status = EveryrankError.exit_status
+    assert ended.value.code == status
+    assert json.loads((tmp_path / "ended.json").read_text()) == {"message": "no such workload", "status": status}
+    assert not (tmp_path / "kept").exists()

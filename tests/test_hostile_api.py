@@ -1,4 +1,4 @@
-"""Hostile use of the Python API: changed workloads, strings for paths and layouts, values of the wrong type."""
+"""Unusual and invalid arguments of the Python API: changed workloads, strings for paths and layouts, wrong types."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import pytest
@@ -93,7 +93,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Iterator[Workload]:
+def file_workload(tmp_path: Path) -> Iterator[Workload]:
     """The workload in hostile_workload.py, found with `find_workload`."""
     (tmp_path / "hostile_workload.py").write_text(WORKLOAD, encoding="utf-8")
     previous_path = list(sys.path)
@@ -103,22 +103,33 @@ def mine(tmp_path: Path) -> Iterator[Workload]:
         del sys.modules[name]
 
 
+class RunRanksCall(NamedTuple):
+    """The arguments of `run_ranks`: the launch, the function, and the arguments of the function."""
+
+    launch: Launch
+    function: str
+    workload: Any
+    layout: Any
+    rank_launch: Launch
+    options: Any
+
+
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Arguments that calls send to their ranks: (launch, target, workload, layout, launch, options). No rank starts."""
-    calls: list[tuple[Any, ...]] = []
+def run_ranks_calls(monkeypatch: pytest.MonkeyPatch) -> list[RunRanksCall]:
+    """Record the arguments of each call of `run_ranks`, and start no rank."""
+    calls: list[RunRanksCall] = []
 
     def start_nothing(*arguments: Any, **_: Any) -> Mapping[int, Any]:
-        calls.append(arguments)
+        calls.append(RunRanksCall(*arguments))
         return {}
 
     monkeypatch.setattr(api, "run_ranks", start_nothing)
     return calls
 
 
-def workload_in_rank(sent: list[tuple[Any, ...]]) -> Workload:
+def workload_in_rank(run_ranks_calls: list[RunRanksCall]) -> Workload:
     """Return the workload of the last call as a rank loads it, after pickling."""
-    return load(cloudpickle.loads(cloudpickle.dumps(sent[-1][2])))
+    return load(cloudpickle.loads(cloudpickle.dumps(run_ranks_calls[-1].workload)))
 
 
 def code_of(value: Any) -> Any:
@@ -130,72 +141,76 @@ def code_of(value: Any) -> Any:
 
 @pytest.mark.parametrize("field", CHANGES)
 @pytest.mark.parametrize("call", ["run", "verify", "bench"])
-def test_replaced_field_reaches_the_ranks(call: str, field: str, mine: Workload, sent: list[tuple[Any, ...]]) -> None:
-    changed = dataclasses.replace(mine, **{field: CHANGES[field]})
+def test_replaced_field_reaches_the_ranks(
+    call: str, field: str, file_workload: Workload, run_ranks_calls: list[RunRanksCall]
+) -> None:
+    changed = dataclasses.replace(file_workload, **{field: CHANGES[field]})
     if call == "run":
         run(changed, Layout("single"), Launch(), show=False)
     else:
         {"verify": verify, "bench": bench}[call](changed, [Layout("ddp")], Launch(), show=False)
-    assert code_of(getattr(workload_in_rank(sent), field)) == code_of(CHANGES[field])
+    assert code_of(getattr(workload_in_rank(run_ranks_calls), field)) == code_of(CHANGES[field])
 
 
-def test_replaced_fields_are_all_fields_of_a_workload() -> None:
+def test_changes_cover_all_fields_that_users_set() -> None:
     """Three fields are missing: `epochs` excludes `steps`, and users do not set `batch_rule` and `source`."""
     names = {field.name for field in dataclasses.fields(Workload)}
     assert names - set(CHANGES) == {"epochs", "batch_rule", "source"}
 
 
-def test_replaced_fields_of_a_built_in_workload_reach_the_ranks(sent: list[tuple[Any, ...]]) -> None:
+def test_replaced_fields_of_a_built_in_workload_reach_the_ranks(run_ranks_calls: list[RunRanksCall]) -> None:
     changed = dataclasses.replace(find_workload("digits"), global_batch=32, epochs=1)
     run(changed, Layout("single"), Launch(), show=False)
-    workload = workload_in_rank(sent)
+    workload = workload_in_rank(run_ranks_calls)
     assert (workload.global_batch, workload.epochs) == (32, 1)
 
 
-def test_replacing_a_field_keeps_the_settings(sent: list[tuple[Any, ...]]) -> None:
+def test_replacing_a_field_keeps_the_settings(run_ranks_calls: list[RunRanksCall]) -> None:
     changed = dataclasses.replace(find_workload("digits", lr=0.25, seed=3), clip_norm=1.0)
     run(changed, Layout("single"), Launch(), show=False)
-    workload = workload_in_rank(sent)
+    workload = workload_in_rank(run_ranks_calls)
     assert (workload.clip_norm, workload.seed) == (1.0, 3)
     assert workload.optimizer(nn.Linear(2, 2)).param_groups[0]["lr"] == 0.25
 
 
-def test_fields_replaced_in_two_calls_reach_the_ranks(mine: Workload, sent: list[tuple[Any, ...]]) -> None:
-    changed = dataclasses.replace(dataclasses.replace(mine, seed=5), clip_norm=0.5)
+def test_fields_replaced_in_two_calls_reach_the_ranks(
+    file_workload: Workload, run_ranks_calls: list[RunRanksCall]
+) -> None:
+    changed = dataclasses.replace(dataclasses.replace(file_workload, seed=5), clip_norm=0.5)
     run(changed, Layout("single"), Launch(), show=False)
-    assert (workload_in_rank(sent).seed, workload_in_rank(sent).clip_norm) == (5, 0.5)
+    assert (workload_in_rank(run_ranks_calls).seed, workload_in_rank(run_ranks_calls).clip_norm) == (5, 0.5)
 
 
-def test_unchanged_workload_reaches_the_ranks(mine: Workload, sent: list[tuple[Any, ...]]) -> None:
-    for workload in (mine, dataclasses.replace(mine), find_workload("digits", epochs=2)):
+def test_unchanged_workload_reaches_the_ranks(file_workload: Workload, run_ranks_calls: list[RunRanksCall]) -> None:
+    for workload in (file_workload, dataclasses.replace(file_workload), find_workload("digits", epochs=2)):
         run(workload, Layout("single"), Launch(), show=False)
-        assert workload_in_rank(sent).name == workload.name
-        assert workload_in_rank(sent).epochs == workload.epochs
+        assert workload_in_rank(run_ranks_calls).name == workload.name
+        assert workload_in_rank(run_ranks_calls).epochs == workload.epochs
 
 
 @pytest.mark.usefixtures("python")
 @pytest.mark.parametrize("field", ["loss", "model", "train_data", "optimizer"])
-def test_rank_calls_the_replaced_function(field: str, mine: Workload) -> None:
+def test_rank_calls_the_replaced_function(field: str, file_workload: Workload) -> None:
     """A real rank fails in the replaced function. The original function would train without an error."""
-    changed = dataclasses.replace(mine, **{field: raise_zero_division})
+    changed = dataclasses.replace(file_workload, **{field: raise_zero_division})
     with pytest.raises(EveryrankError, match="the replaced function was called"):
         run(changed, Layout("single"), Launch(device="cpu"), steps=1, show=False)
 
 
 @pytest.mark.usefixtures("python")
-def test_verify_runs_the_replaced_loss(mine: Workload) -> None:
+def test_verify_runs_the_replaced_loss(file_workload: Workload) -> None:
     """verify fails in the replaced loss, and does not report `equal` for the original loss."""
-    changed = dataclasses.replace(mine, loss=raise_zero_division)
+    changed = dataclasses.replace(file_workload, loss=raise_zero_division)
     with pytest.raises(EveryrankError, match="the replaced function was called"):
         verify(changed, [Layout("single")], Launch(device="cpu"), quick=True, show=False)
 
 
 @pytest.mark.usefixtures("python")
-def test_record_describes_the_changed_workload(mine: Workload) -> None:
+def test_record_describes_the_changed_workload(file_workload: Workload) -> None:
     """The Record has the changed name, the changed number of updates, and different losses."""
     layout_and_launch = Layout("single"), Launch(device="cpu")
-    (original_record,) = run(mine, *layout_and_launch, show=False)
-    changed = dataclasses.replace(mine, name="changed", steps=2, seed=11)
+    (original_record,) = run(file_workload, *layout_and_launch, show=False)
+    changed = dataclasses.replace(file_workload, name="changed", steps=2, seed=11)
     (changed_record,) = run(changed, *layout_and_launch, show=False)
     assert (original_record.workload, len(original_record.loss)) == ("mine", 3)
     assert (changed_record.workload, len(changed_record.loss)) == ("changed", 2)
@@ -206,10 +221,10 @@ def test_record_describes_the_changed_workload(mine: Workload) -> None:
 
 
 @pytest.mark.parametrize("name", ["out", "pretrained", "profile"])
-def test_path_may_be_a_string(name: str, sent: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: Any) -> None:
+def test_path_may_be_a_string(name: str, run_ranks_calls: list[RunRanksCall], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     run(DIGITS, Layout("single"), Launch(), show=False, **{name: "folder/x"})
-    assert getattr(sent[0][5], name) == tmp_path / "folder" / "x"
+    assert getattr(run_ranks_calls[0].options, name) == tmp_path / "folder" / "x"
 
 
 def test_resume_path_may_be_a_string(tmp_path: Path) -> None:
@@ -218,23 +233,23 @@ def test_resume_path_may_be_a_string(tmp_path: Path) -> None:
         run(DIGITS, Layout("single"), Launch(), resume=str(tmp_path / "absent"), show=False)
 
 
-def test_logs_may_be_a_string(tmp_path: Path, sent: list[tuple[Any, ...]]) -> None:
+def test_logs_may_be_a_string(tmp_path: Path, run_ranks_calls: list[RunRanksCall]) -> None:
     assert Launch(logs=str(tmp_path)).logs == tmp_path  # pyright: ignore[reportArgumentType]
 
 
-def test_layouts_may_be_strings(sent: list[tuple[Any, ...]]) -> None:
+def test_layouts_may_be_strings(run_ranks_calls: list[RunRanksCall]) -> None:
     verify(DIGITS, ["ddp", "fsdp:shard=2"], Launch(processes=2), show=False)  # pyright: ignore[reportArgumentType]
     bench(DIGITS, ["ddp"], Launch(processes=2), show=False)  # pyright: ignore[reportArgumentType]
     run(DIGITS, "ddp:accumulate=2", Launch(processes=2), show=False)  # pyright: ignore[reportArgumentType]
-    assert list(sent[0][3]) == [Layout("ddp"), Layout("fsdp", {"shard": 2})]
-    assert list(sent[1][3]) == [Layout("ddp")]
-    assert sent[2][3] == Layout("ddp", accumulate=2)
+    assert list(run_ranks_calls[0].layout) == [Layout("ddp"), Layout("fsdp", {"shard": 2})]
+    assert list(run_ranks_calls[1].layout) == [Layout("ddp")]
+    assert run_ranks_calls[2].layout == Layout("ddp", accumulate=2)
 
 
-def test_misspelled_layout_string_is_named(sent: list[tuple[Any, ...]]) -> None:
+def test_misspelled_layout_string_is_named(run_ranks_calls: list[RunRanksCall]) -> None:
     with pytest.raises(EveryrankError, match="dpp"):
         verify(DIGITS, ["dpp"], Launch(processes=2), show=False)  # pyright: ignore[reportArgumentType]
-    assert sent == []
+    assert run_ranks_calls == []
 
 
 def is_accepted(call: Callable[[], object], value: str) -> bool:
@@ -248,16 +263,16 @@ def is_accepted(call: Callable[[], object], value: str) -> bool:
     return usage_error is None
 
 
-def test_string_instead_of_a_list_of_layouts(sent: list[tuple[Any, ...]]) -> None:
+def test_string_instead_of_a_list_of_layouts(run_ranks_calls: list[RunRanksCall]) -> None:
     """The string is one layout, or an error names it. Its letters are not taken as layouts."""
     if is_accepted(lambda: verify(DIGITS, "ddp", Launch(processes=2), show=False), "ddp"):  # pyright: ignore
-        assert list(sent[0][3]) == [Layout("ddp")]
+        assert list(run_ranks_calls[0].layout) == [Layout("ddp")]
 
 
-def test_string_instead_of_a_launch(sent: list[tuple[Any, ...]]) -> None:
+def test_string_instead_of_a_launch(run_ranks_calls: list[RunRanksCall]) -> None:
     """The string is the name of the launcher, or an error names it."""
     if is_accepted(lambda: run(DIGITS, Layout("single"), "spawn", show=False), "spawn"):  # pyright: ignore
-        assert sent[0][0] == Launch("spawn")
+        assert run_ranks_calls[0].launch == Launch("spawn")
 
 
 @pytest.mark.parametrize("value", [3, True, ["a"]])
@@ -268,25 +283,25 @@ def test_logs_of_the_wrong_type_is_refused(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [3, ["a"]])
 @pytest.mark.parametrize("name", ["out", "pretrained"])
-def test_path_of_the_wrong_type_is_refused(name: str, value: Any, sent: list[tuple[Any, ...]]) -> None:
+def test_path_of_the_wrong_type_is_refused(name: str, value: Any, run_ranks_calls: list[RunRanksCall]) -> None:
     with pytest.raises(UsageError, match=name):
         run(DIGITS, Layout("single"), Launch(), show=False, **{name: value})
-    assert sent == []
+    assert run_ranks_calls == []
 
 
 @pytest.mark.parametrize("value", [None, 3, "", object()])
-def test_layout_of_the_wrong_type_is_refused(value: Any, sent: list[tuple[Any, ...]]) -> None:
+def test_layout_of_the_wrong_type_is_refused(value: Any, run_ranks_calls: list[RunRanksCall]) -> None:
     with pytest.raises(EveryrankError):
         verify(DIGITS, [value], Launch(), show=False)
-    assert sent == []
+    assert run_ranks_calls == []
 
 
-def test_launch_is_optional(sent: list[tuple[Any, ...]]) -> None:
+def test_launch_is_optional(run_ranks_calls: list[RunRanksCall]) -> None:
     run(DIGITS, Layout("single"), show=False)  # pyright: ignore[reportCallIssue]
     verify(DIGITS, [Layout("ddp")], show=False)  # pyright: ignore[reportCallIssue]
     bench(DIGITS, [Layout("ddp")], show=False)  # pyright: ignore[reportCallIssue]
-    assert sent[0][0] == Launch()
-    assert all(isinstance(arguments[0], Launch) for arguments in sent)
+    assert run_ranks_calls[0].launch == Launch()
+    assert all(isinstance(call.launch, Launch) for call in run_ranks_calls)
 
 
 @pytest.mark.parametrize("path", ["x" * 100_000 + ".py", "/".join(["x" * 200] * 500) + ".py", "a\0b.py"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from everyrank.launch.autopsy.lateness import Lateness, find_latest
+from everyrank.launch.autopsy.lateness import LateRank, find_late_rank
 from everyrank.layout import parse_layout
 from everyrank.parallel.mesh import open_mesh
 from everyrank.train.stragglers import StragglerWatch, why_late
@@ -40,30 +40,32 @@ def arrivals(delay_us: Callable[[int, int], float], ranks: int = 3, buckets: int
 
 def test_rank_that_arrives_last_is_found() -> None:
     """A third of the time is lost to a rank that takes 15 ms where others take 10."""
-    lateness = find_latest(arrivals(lambda _, rank: 5000 * (rank == 1)))
-    assert lateness is not None
-    assert (lateness.rank, lateness.part) == (1, 1.0)
-    assert lateness.share == pytest.approx(5 / 15, rel=0.1)
-    assert lateness.seconds == pytest.approx(0.005)
+    late = find_late_rank(arrivals(lambda _, rank: 5000 * (rank == 1)))
+    assert late is not None
+    assert (late.rank, late.lateness_fraction) == (1, 1.0)
+    assert late.wait_fraction == pytest.approx(5 / 15, rel=0.1)
+    assert late.mean_seconds == pytest.approx(0.005)
 
 
 def test_buckets_of_one_update_count_once() -> None:
     """DDP starts all buckets of an update before it waits for one, so all buckets show the same lateness."""
-    lateness = find_latest(arrivals(lambda _, rank: 5000 * (rank == 2), buckets=4))
-    assert lateness is not None
-    assert lateness.rank == 2
-    assert lateness.share == pytest.approx(5 / 15, rel=0.1)
+    late = find_late_rank(arrivals(lambda _, rank: 5000 * (rank == 2), buckets=4))
+    assert late is not None
+    assert late.rank == 2
+    assert late.wait_fraction == pytest.approx(5 / 15, rel=0.1)
 
 
 def test_random_lateness_is_not_reported() -> None:
     """If all ranks are late at random, none is reported. A rank that is late only once is not reported either."""
     rng = random.Random(3)
-    lateness = find_latest(arrivals(lambda *_: 4000 * rng.random()))
-    assert lateness is None or lateness.part < 0.7
-    late_once = find_latest(arrivals(lambda update, rank: 200_000 * (update == 7 and rank == 0) + 100 * rng.random()))
+    late = find_late_rank(arrivals(lambda *_: 4000 * rng.random()))
+    assert late is None or late.lateness_fraction < 0.7
+    late_once = find_late_rank(
+        arrivals(lambda update, rank: 200_000 * (update == 7 and rank == 0) + 100 * rng.random())
+    )
     assert late_once is None
-    assert find_latest([{}, {}]) is None
-    assert find_latest([{"0": [[0, 1], [5, 100]]}, {}]) is None
+    assert find_late_rank([{}, {}]) is None
+    assert find_late_rank([{"0": [[0, 1], [5, 100]]}, {}]) is None
 
 
 def test_ranks_of_several_groups() -> None:
@@ -71,9 +73,9 @@ def test_ranks_of_several_groups() -> None:
     rows = arrivals(lambda _, rank: 5000 * (rank == 1), ranks=2) + arrivals(lambda *_: 0, ranks=2)
     for row in rows[2:]:
         row["1"] = [[2, 3], *row.pop("0")[1:]]
-    lateness = find_latest(rows)
-    assert lateness is not None
-    assert (lateness.rank, lateness.part) == (1, 1.0)
+    late = find_late_rank(rows)
+    assert late is not None
+    assert (late.rank, late.lateness_fraction) == (1, 1.0)
 
 
 USUAL = {"wall": 10.0, "updates": 100, "data": 0.1, "cpu": 5.0, "runqueue": 0.0, "throttled": 0.0, "stolen": 0.0}
@@ -82,8 +84,8 @@ USUAL = {"wall": 10.0, "updates": 100, "data": 0.1, "cpu": 5.0, "runqueue": 0.0,
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"data": 3.1}, "31 ms for each update against 1 ms"),
-        ({"throttled": 3.0}, "(cpu.max), 30% of the time"),
+        ({"data": 3.1}, "31 ms per update (1 ms on the other ranks)"),
+        ({"throttled": 3.0}, "(cpu.max) 30% of the time"),
         ({"stolen": 2.0}, "(steal), 20% of the time"),
         ({"runqueue": 4.0}, "no core 40% of the time"),
         ({"cpu": 9.5}, "it computes (95% of the time"),
@@ -96,35 +98,39 @@ def test_cause_of_lateness(changes: Mapping[str, float], text: str) -> None:
     assert text in why_late(1, 0.3, [USUAL, USUAL | changes, USUAL])
 
 
-def watch_updates(world: World, slow_rank: int | None) -> list[tuple[int, str] | None]:
-    """Return the results of four comparisons of the ranks, each after ten updates.
+def watch_updates(world: World, slow_ranks: list[int | None]) -> list[tuple[int, str] | None]:
+    """Return the result of a comparison of the ranks for each window of ten updates.
 
-    Rank `slow_rank` sleeps longer in every update. If it is None, the ranks take turns to sleep longer.
+    `slow_ranks`: for each window, the rank that sleeps longer in every update. If it is None, the ranks take turns to
+    sleep longer.
     """
-    watch = StragglerWatch(open_mesh(parse_layout("ddp"), world), windows=3)
+    watch = StragglerWatch(open_mesh(parse_layout("ddp"), world), min_windows=3)
     results: list[tuple[int, str] | None] = []
-    for _ in range(4):
+    for slow_rank in slow_ranks:
         for update in range(10):
-            watch.fetched(0.0)
+            watch.add_loading_time(0.0)
             pause = 0.08 if world.rank == slow_rank else 0.02 * ((update + world.rank) % world.size)
             time.sleep(pause)
             dist.all_reduce(torch.ones(3), group=world.group)
-        slow = watch.look()
+        slow = watch.compare()
         results.append((slow.rank, slow.why) if slow is not None else None)
     return results
 
 
 def test_a_slow_rank_is_reported(ranks: Any) -> None:
-    """It is reported once, in the third comparison, with the same result on all ranks."""
-    results = ranks(2, watch_updates, 1)
+    """It is reported in the third comparison, with the same result on all ranks.
+
+    It is reported again only if no rank was slow in a window between.
+    """
+    results = ranks(2, watch_updates, [1, 1, 1, 1, None, 1, 1, 1])
     assert results[0] == results[1]
-    assert [row[0] if row else None for row in results[0]] == [None, None, 1, None]
+    assert [row[0] if row else None for row in results[0]] == [None, None, 1, None, None, None, None, 1]
     assert results[0][2][1].startswith("it neither computes")
 
 
 def test_alternating_lateness_is_not_reported(ranks: Any) -> None:
     """Each rank sleeps 20 ms in every other update. Apart from that, an update takes almost no time."""
-    assert ranks(2, watch_updates, None) == [[None] * 4] * 2
+    assert ranks(2, watch_updates, [None] * 4) == [[None] * 4] * 2
 
 
 WORKLOAD = """\
@@ -189,5 +195,5 @@ def test_train_reports_a_slow_rank(cli: Cli, tmp_path: Path, backend: str, slow_
 
 def test_lateness_message() -> None:
     """The message is one line with the share of the time that is lost."""
-    slow = Lateness(2, 0.314, 0.96, 0.0212, "it waits for data")
+    slow = LateRank(2, 0.314, 0.96, 0.0212, "it waits for data")
     assert re.match(r"rank 2 .*31% .*96% .*21 ms .*waits for data$", str(slow))

@@ -15,6 +15,7 @@ from everyrank.data import all_updates
 from everyrank.errors import CannotRunError, WorkloadError
 from everyrank.loop import open_data, run_updates
 from everyrank.parallel.fsdp import fsdp_units
+from everyrank.parallel.parallelize import call_model, find_blocks
 from everyrank.parallel.pipeline.run import PipelineRun
 from everyrank.parallel.precision import LossScaler
 from everyrank.parallel.zero1 import assign_owners
@@ -172,6 +173,49 @@ def error_for_wrong_blocks(world: World) -> str:
     except WorkloadError as error:
         return str(error)
     return ""
+
+
+def test_wrong_blocks_path_in_a_sequential_model() -> None:
+    """The model itself is a list of modules, but has no path."""
+    nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    for model, ending in ((nested, "no such module; it has 0"), (nn.Sequential(nn.Linear(2, 2)), "no such module")):
+        with pytest.raises(WorkloadError) as error_info:
+            find_blocks(zoo.workload("frozen", blocks="layer"), model)
+        assert str(error_info.value).endswith(ending)
+
+
+class _Positional(nn.Module):
+    def forward(self, x: Any, y: Any = None) -> Any:
+        return x, y
+
+
+class _WithKeywords(nn.Module):
+    def forward(self, x: Any, *, scale: float = 1.0, **kwargs: Any) -> Any:
+        return x, {"scale": scale} | kwargs
+
+
+class _AnyNumber(nn.Module):
+    def forward(self, *args: Any) -> Any:
+        return args
+
+
+@pytest.mark.parametrize(
+    ("model", "value", "expected"),
+    [
+        (_Positional(), 1, (1, None)),
+        (_Positional(), (1, 2), (1, 2)),
+        (_Positional(), [1, 2], (1, 2)),
+        (_Positional(), (1, 2, 3), ((1, 2, 3), None)),
+        (_Positional(), {"x": 1, "y": 2}, (1, 2)),
+        (_Positional(), {"x": 1, "z": 2}, ({"x": 1, "z": 2}, None)),
+        (_WithKeywords(), (1, 2), ((1, 2), {"scale": 1.0})),
+        (_WithKeywords(), {"x": 1, "z": 2}, (1, {"scale": 1.0, "z": 2})),
+        (_AnyNumber(), (1, 2, 3), (1, 2, 3)),
+    ],
+)
+def test_input_is_passed_as_forward_takes_it(model: nn.Module, value: Any, expected: Any) -> None:
+    """A tuple is split only if `forward` has a positional parameter for each item; `**kwargs` does not count."""
+    assert call_model(model, value) == expected
 
 
 def test_full_state_is_on_rank_0_only(ranks: Any) -> None:

@@ -477,9 +477,7 @@ def check(
     layout = dataclasses.replace(parse_layout(text), precision="float64")
     ensure_references(case, layout, world, f"{key}/single")  # before anything is patched
     skip_check = (
-        contextlib.nullcontext()
-        if is_checked or mutation is None
-        else mock.patch.object(ParallelModel, "before_first_update")
+        contextlib.nullcontext() if is_checked or mutation is None else mock.patch.object(ParallelModel, "call_once")
     )
     with skip_check, mutation() if mutation is not None else contextlib.nullcontext():
         try:

@@ -180,7 +180,7 @@ def test_tensor_checks_replicated_gradients_in_the_first_update(ranks: Any) -> N
 
 def count_first_update(world: World) -> Counts:
     """Return the counts of the first update, without those of the check before it."""
-    with mock.patch.object(ParallelModel, "before_first_update"):
+    with mock.patch.object(ParallelModel, "call_once"):
         return count_decoder(world, "tensor", update=1)
 
 

@@ -25,9 +25,9 @@ def view(rank: int, line: int, *calls: list[Any]) -> RankView:
     return RankView(rank, 3, "n1", 100 + rank, frames=frames, calls={"groups": {"0": [0, 1, 2]}, "calls": list(calls)})
 
 
-def message(text: str) -> list[Any]:
+def pending_message(operation: str) -> list[Any]:
     """Return a pending send or receive."""
-    return ["", 0, text, 4, "float32", False, True, 1, None]
+    return ["", 0, operation, 4, "float32", False, True, 1, None]
 
 
 def collective(number: int, is_done: bool) -> list[Any]:
@@ -36,22 +36,26 @@ def collective(number: int, is_done: bool) -> list[Any]:
 
 
 def test_verdict_names_the_rank_that_never_sent_or_received() -> None:
-    text = verdict([view(0, 10, message("recv from 2")), view(1, 20), view(2, 30)])
+    text = verdict([view(0, 10, pending_message("recv from 2")), view(1, 20), view(2, 30)])
     assert re.match(r"rank 2 never sent .* rank 0 waits for at train\.py:10", text)
     assert "it is at train.py:30 in step" in text
-    text = verdict([view(0, 10), view(1, 20, message("send to 0")), view(2, 30)])
+    text = verdict([view(0, 10), view(1, 20, pending_message("send to 0")), view(2, 30)])
     assert re.match(r"rank 0 never received .* rank 1 sends at train\.py:20", text)
 
 
 def test_verdict_names_ranks_that_receive_from_each_other() -> None:
-    text = verdict([view(0, 10, message("recv from 1")), view(1, 20, message("recv from 0")), view(2, 30)])
+    text = verdict(
+        [view(0, 10, pending_message("recv from 1")), view(1, 20, pending_message("recv from 0")), view(2, 30)]
+    )
     assert re.match(r"ranks 0 and 1 both receive .* rank 0 at train\.py:10 .* rank 1 at train\.py:20", text)
 
 
 def test_verdict_names_the_collective_first() -> None:
     """Rank 0 waits for a message, so it never reaches the collective in which the others wait."""
     calls = [collective(1, True), collective(2, False)]
-    text = verdict([view(0, 10, collective(1, True), message("recv from 1")), view(1, 20, *calls), view(2, 20, *calls)])
+    text = verdict(
+        [view(0, 10, collective(1, True), pending_message("recv from 1")), view(1, 20, *calls), view(2, 20, *calls)]
+    )
     assert text.startswith("rank 0 never reached all_reduce")
     assert re.search(r"waits for a message of 4 elements .* from rank 1", text)
 
@@ -81,7 +85,7 @@ def test_job_name_is_equal_on_all_hosts(tmp_path: Path) -> None:
 
 
 def test_report_of_an_earlier_hang_is_deleted(tmp_path: Path) -> None:
-    """A new job with an earlier name does not show the earlier hang, and can report its own."""
+    """A job that reuses a name does not show the hang of the earlier job, and can report its own."""
     assert report_hang(tmp_path, "job", lambda: "rank 1 never came") == "rank 1 never came"
     assert report_hang(tmp_path, "job", lambda: "again") is None
     forget_hang(tmp_path, "job")

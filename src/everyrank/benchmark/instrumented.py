@@ -56,7 +56,7 @@ def run_instrumented(workload: Workload, dataset: Any, layout: Layout, world: Wo
         with wrap_user_errors():
             prepared = prepare(workload, layout, world)
         # verify has already checked the model; a second check would gather the whole model and count as memory
-        prepared.parallel.is_checked = True
+        prepared.parallel.is_first_call_done = True
         shares = run_updates(prepared, dataset, updates)
         for _ in range(min(_WARM_UP_UPDATES, planned)):
             next(shares)

@@ -1,9 +1,9 @@
-"""Trains like a user of `everyrank train`, in a separate process that can be killed.
+"""Runs a training as `everyrank train` does, in a separate process that can be killed.
 
     python -m everyrank.chaos.trainer_process CALL.json [NODE]
 
-Unless it is killed, it writes its exit status and message to ended.json next to the call. NODE is the number of this
-host; only host 0 writes.
+It writes its exit status and message to ended.json next to CALL.json, unless it is killed or has an unexpected error.
+NODE is the number of this host, if there are several. Only host 0 writes ended.json and record.json.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> None:
     except EveryrankError as error:
         message, status = str(error), error.exit_status
     finally:
-        if call.kept:
+        if call.kept and Path(call.run).exists():  # it may have failed before it made the folder
             shutil.copytree(call.run, call.kept, symlinks=True)
     if not node:
         call_path.with_name("ended.json").write_text(

@@ -42,7 +42,7 @@ def check_equal(parallel: ParallelModel, batch: Batch) -> None:
     With split matrices each rank builds the full model temporarily. With meta=true the full model does not fit, so
     parameters are gathered one at a time. Raises `UnsupportedLayoutError` on every rank.
     """
-    if not (parallel.tensor or parallel.context or parallel.experts):
+    if not (parallel.tensor_parallel or parallel.context_parallel or parallel.experts):
         return
     was_training = parallel.model.training
     parallel.model.eval()
@@ -66,26 +66,26 @@ def _difference(parallel: ParallelModel, batch: Batch) -> float:
     outputs = _tensors(parallel.gather_output(output))
     # rounding may change the choice of a router between two equally likely experts, which changes a few outputs
     worst = torch.median if workload.experts is not None else torch.max
-    if parallel.context is not None:
+    if parallel.context_parallel is not None:
         dist.all_reduce(pair, group=parallel.mesh.group("context"))
     whole, reading = _unsplit_model(parallel)
     with reading:
         output = call_model(whole.eval(), batch.input)
     reshard(model)
     difference = max(_differences(outputs, _tensors(output), worst), default=0.0)
-    if parallel.context is None:
+    if parallel.context_parallel is None:
         return difference
     return max(difference, *_differences([pair], [_sum_and_count(workload, output, batch.target)]))
 
 
 def _text(parallel: ParallelModel, difference: float) -> str:
     rules: list[str] = []
-    if parallel.tensor is not None:
+    if parallel.tensor_parallel is not None:
         rules.append(
             "tensor_plan: between colwise and rowwise every feature has to be treated alone or head by head (the "
             "number of heads -1 in views, no fused layers cut into pieces, no norm over split features)"
         )
-    if parallel.context is not None:
+    if parallel.context_parallel is not None:
         rules.append(
             "context: only attention may look from one position at another, positions have to be a part of the input, "
             "and the loss a sum over positions"
@@ -105,7 +105,7 @@ def _one_sample(batch: Batch) -> Batch:
 
 def _unsplit_model(parallel: ParallelModel) -> tuple[nn.Module, contextlib.AbstractContextManager[object]]:
     """Return the whole model with the current weights, and the context to run it in."""
-    if parallel.tensor is None and not parallel.experts:
+    if parallel.tensor_parallel is None and not parallel.experts:
         return parallel.model, contextlib.nullcontext()
     world = parallel.mesh.world
     before = random.getstate(), np.random.get_state()

@@ -1,4 +1,4 @@
-"""Build the model of one rank: the single place that fixes the order of all mechanisms."""
+"""Build the model of one rank: apply tensor, expert and context parallelism, checkpointing and compilation in order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from everyrank.parallel.tensor.apply import TensorParallel, apply_tensor_paralle
 from everyrank.workload import Workload
 from everyrank.world import World, single_process_world
 
-__all__ = ["ParallelModel", "broadcast_from_rank_0", "call_model", "exact_dropout", "find_blocks", "parallelize"]
+__all__ = ["ParallelModel", "broadcast_from_rank_0", "call_model", "find_blocks", "parallelize", "set_up_exact_dropout"]
 
 
 @dataclass
@@ -42,11 +42,11 @@ class ParallelModel:
 
     rank_0_model        rank 0's model in full, as long as the model itself is on the meta device
     micro_batch_state   the state of the current micro-batch
-    tensor              the tensor parallelism; None if the axis has one rank
-    context             the context parallelism; None if the axis has one rank
+    tensor_parallel     the tensor parallelism; None if the axis has one rank, or a user's function splits the model
+    context_parallel    the context parallelism; None if the axis has one rank
     experts             modules whose experts are split over the expert axis; [] if the axis has one rank
     dropout             the state of exact dropout; None if torch draws the masks, or without dropout
-    is_checked          the check before the first update is done or disabled
+    is_first_call_done  `call_once` was called, or must not call its function
     """
 
     workload: Workload
@@ -55,11 +55,11 @@ class ParallelModel:
     model: nn.Module
     rank_0_model: nn.Module | None
     micro_batch_state: MicroBatchState
-    tensor: TensorParallel | None
-    context: ContextParallel | SequenceParts | None
+    tensor_parallel: TensorParallel | None
+    context_parallel: ContextParallel | SequenceParts | None
     experts: Sequence[nn.Module] = ()
     dropout: ExactDropout | None = None
-    is_checked: bool = False
+    is_first_call_done: bool = False
 
     @property
     def is_meta(self) -> bool:
@@ -67,52 +67,52 @@ class ParallelModel:
         return self.layout.read(BuildOptions).meta
 
     def materialise(self) -> None:
-        """Fill a model from the meta device with values, after everything that splits it."""
+        """Fill a model on the meta device with values, after it is sharded or split into stages. Else do nothing."""
         if self.is_meta:
             materialise(self.model, self.rank_0_model, self.mesh.world)
             self.rank_0_model = None
 
     @contextlib.contextmanager
     def micro_batch(self, batch: Batch) -> Generator[Batch]:
-        """Enter a batch for forward and backward. Yields the part of it that this rank computes on."""
-        local_batch = self.context.take(batch) if self.context is not None else batch
+        """Enter the contexts of a micro-batch for its forward and backward. Yields this rank's part of the batch."""
+        local_batch = self.context_parallel.take(batch) if self.context_parallel is not None else batch
         if self.dropout is not None:
-            self.dropout.begin(local_batch, self.context.pieces if self.context is not None else ())
+            self.dropout.begin(local_batch, self.context_parallel.pieces if self.context_parallel is not None else ())
         with self.micro_batch_state.enter(is_padding=not batch.size):
             yield local_batch
-        if self.context is not None:
-            self.context.check()
+        if self.context_parallel is not None:
+            self.context_parallel.check()
 
     def count_once(self, pair: Tensor) -> Tensor:
-        """Return (sum, count), shape (2,), on the first tensor rank and zeros on the others, whose loss is the same."""
+        """Return `pair`, [sum, count], on the first rank of the tensor axis; zeros on the others (same loss)."""
         return pair if self.mesh.is_first("tensor") else torch.zeros_like(pair)
 
-    def before_first_update(self, check: Callable[[], None]) -> bool:
-        """Call `check` once, before the first update. Returns True in that call, False later."""
-        if self.is_checked:
+    def call_once(self, function: Callable[[], None]) -> bool:
+        """Call `function` and return True. Later calls of this method do nothing and return False."""
+        if self.is_first_call_done:
             return False
-        self.is_checked = True
-        check()
+        self.is_first_call_done = True
+        function()
         return True
 
     def end_update(self) -> None:
         """Finish an update after the optimizer's step: with local batch norm, broadcast rank 0's running statistics."""
-        broadcast_statistics(self._local_statistics, self.mesh.world)
+        broadcast_statistics(self._statistics_to_broadcast, self.mesh.world)
 
     @functools.cached_property
-    def _local_statistics(self) -> list[Tensor]:
-        """Running statistics that each rank computes from its own samples; [] if they are those of all ranks."""
+    def _statistics_to_broadcast(self) -> list[Tensor]:
+        """Running statistics that rank 0 broadcasts after each update: all with batch_norm=local, otherwise []."""
         return statistics_of(self.model) if self.layout.read(BatchNormOptions).batch_norm == "local" else []
 
     def reduce_partial_grads(self) -> None:
         """After the last backward, all-reduce gradients that are partial sums over the tensor axis."""
-        if self.tensor is not None:
-            self.tensor.reduce_partial_grads()
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.reduce_partial_grads()
 
     def gather_output(self, output: Any) -> Any:
         """Gather an output that is split over several ranks. A collective for split outputs."""
         output = map_tensors(output, full_tensor)
-        return self.context.gather_output(output) if self.context is not None else output
+        return self.context_parallel.gather_output(output) if self.context_parallel is not None else output
 
 
 def parallelize(
@@ -123,10 +123,10 @@ def parallelize(
     contexts: Sequence[ContextFactory] = (),
     local_statistics: bool = False,
 ) -> ParallelModel:
-    """Build the model of this rank, in training mode. Only this function fixes the order of mechanisms.
+    """Build the model of this rank, in training mode. Apply all changes of the model in the order they require.
 
-    A strategy shards (`apply_ddp`, `apply_fsdp`) or splits into stages (`apply_pipeline`) afterwards: recomputation has
-    to be inside compilation, and both inside sharding. Then it calls `materialise`.
+    Then a strategy wraps the model in DDP, shards it (`apply_fsdp`) or splits it into stages (`apply_pipeline`): blocks
+    are checkpointed first, then compiled, then wrapped. A strategy that supports meta=true calls `materialise` last.
 
     broadcast   start every rank from rank 0's weights
     contexts    more contexts, entered around each micro-batch and around recomputed blocks
@@ -136,19 +136,23 @@ def parallelize(
     _check_dense_gradients(model, layout, mesh)
     if broadcast and not layout.read(BuildOptions).meta:
         broadcast_from_rank_0(model, mesh.world)
-    tensor = apply_tensor_parallel(model, workload, layout, mesh)
-    dropout, functions = exact_dropout(workload, layout, mesh, model)
+    tensor_parallel = apply_tensor_parallel(model, workload, layout, mesh)
+    dropout, dropout_contexts = set_up_exact_dropout(workload, layout, mesh, model)
     experts = apply_expert_parallel(model, workload, layout, mesh)
-    context = apply_context_parallel(model, workload, layout, mesh, dropout)
+    context_parallel = apply_context_parallel(model, workload, layout, mesh, dropout)
     state = MicroBatchState(
         contexts=[
-            *functions,
-            *(mechanism.context for mechanism in (tensor, context) if mechanism is not None),
+            *dropout_contexts,
+            *(parallel.context for parallel in (tensor_parallel, context_parallel) if parallel is not None),
             *contexts,
         ],
-        recompute_contexts=[*functions, *([context.context] if context is not None else []), *contexts],
+        recompute_contexts=[
+            *dropout_contexts,
+            *([context_parallel.context] if context_parallel is not None else []),
+            *contexts,
+        ],
     )
-    # recomputation must not update running statistics twice, and a simulated rank may have no sample
+    # in one process too: recomputation must not update running statistics twice; a simulated rank may have no sample
     if mesh.world.group is not None or layout.recompute or layout.simulated:
         is_local = local_statistics or layout.read(BatchNormOptions).batch_norm == "local"
         apply_batch_norm(model, state, single_process_world(mesh.world) if is_local else _batch_norm_world(mesh))
@@ -156,7 +160,18 @@ def parallelize(
         _apply_recompute(model, workload, layout, state, dropout)
     if layout.compile:
         _apply_compile(model, workload)
-    return ParallelModel(workload, layout, mesh, model.train(), rank_0_model, state, tensor, context, experts, dropout)
+    return ParallelModel(
+        workload,
+        layout,
+        mesh,
+        model.train(),
+        rank_0_model,
+        state,
+        tensor_parallel,
+        context_parallel,
+        experts,
+        dropout,
+    )
 
 
 def _check_dense_gradients(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
@@ -171,10 +186,10 @@ def _check_dense_gradients(model: nn.Module, layout: Layout, mesh: Mesh) -> None
             )
 
 
-def exact_dropout(
+def set_up_exact_dropout(
     workload: Workload, layout: Layout, mesh: Mesh, model: nn.Module
 ) -> tuple[ExactDropout | None, list[ContextFactory]]:
-    """Set up exact dropout. Returns (its state, contexts to enter around it), or (None, []) without dropout."""
+    """Set up exact dropout. Returns (state or None without dropout, contexts to enter around each micro-batch)."""
     dropout = apply_exact_dropout(model, workload, layout, mesh, functools.partial(find_blocks, workload, model))
     if dropout is None or not dropout.is_watching:
         return dropout, []
@@ -183,7 +198,7 @@ def exact_dropout(
 
 def _batch_norm_world(mesh: Mesh) -> World:
     """Return a world of the ranks that have different samples or parts of sequences."""
-    # on CUDA a separate communicator: in that of DDP, its small collectives would wait for the gradient buckets
+    # on CUDA, batch norm has its own communicator: in DDP's, its collectives would queue behind gradient buckets
     use = "batch norm" if mesh.world.device.type == "cuda" else ""
     size, group = mesh.size(*DATA_AXES), mesh.group(*DATA_AXES, use=use)
     return dataclasses.replace(mesh.world, rank=mesh.data_rank, size=size, group=group)
@@ -197,14 +212,18 @@ def broadcast_from_rank_0(model: nn.Module, world: World) -> None:
 
 
 def find_blocks(workload: Workload, model: nn.Module) -> list[nn.Module]:
-    """Return the modules at `Workload.blocks`, in order; [] for None. Raises `WorkloadError` for a wrong path."""
+    """Return the children of the module at the path `Workload.blocks`, in order; [] if the path is None.
+
+    Raises `WorkloadError` for a wrong path, or a module without children.
+    """
     if workload.blocks is None:
         return []
     try:
         parent = model.get_submodule(workload.blocks)
     except AttributeError:
-        names = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
-        hint = f"; it has {', '.join(names)}" if any(names) else ""
+        lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+        names = [name for name in lists if name]  # the name of the model itself is ""
+        hint = f"; it has {', '.join(names)}" if names else ""
         raise WorkloadError(f"blocks={workload.blocks!r}: the model has no such module{hint}") from None
     blocks = list(parent.children())
     if not blocks:
@@ -226,15 +245,17 @@ def _apply_recompute(
         )
 
     def contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-        return contextlib.nullcontext(), state.recomputing() if dropout is None else _as_before(state, dropout)
+        return contextlib.nullcontext(), state.recomputing() if dropout is None else _recompute_with_same_masks(
+            state, dropout
+        )
 
     for block in blocks:
         original = block.forward
         block.forward = functools.partial(checkpoint, original, use_reentrant=False, context_fn=contexts)
 
 
-def _as_before(state: MicroBatchState, dropout: ExactDropout) -> contextlib.AbstractContextManager[Any]:
-    """Return contexts for recomputing a block with the same dropout masks."""
+def _recompute_with_same_masks(state: MicroBatchState, dropout: ExactDropout) -> contextlib.AbstractContextManager[Any]:
+    """Save the dropout state now. Return a context in which a block is recomputed with the same masks."""
     moment = dropout.moment()
 
     @contextlib.contextmanager
@@ -246,7 +267,7 @@ def _as_before(state: MicroBatchState, dropout: ExactDropout) -> contextlib.Abst
 
 
 def _apply_compile(model: nn.Module, workload: Workload) -> None:
-    """Apply torch.compile to each block, or to the whole model without blocks."""
+    """Apply torch.compile to each block, or to the whole model if `Workload.blocks` is None."""
     for module in find_blocks(workload, model) or [model]:
         module.compile()
 
@@ -256,14 +277,14 @@ def call_model(model: nn.Module, value: Any, kind: type[nn.Module] | None = None
 
     `kind` is the class whose `forward` signature counts, in case `model` is a wrapper.
 
-    A tensor is the only argument. A dict is passed by keyword if `forward` has those names, a tuple by position if
-    `forward` takes that many; otherwise they are the only argument.
+    A dict is passed as keyword arguments if `forward` has these names. A tuple or list is passed as positional
+    arguments if `forward` takes that many. Every other value is passed as one argument.
     """
     if isinstance(value, dict):
         names, takes_any = _keywords((kind or type(model)).forward)
         if takes_any or names.issuperset(value):
             return model(**value)
-    elif isinstance(value, tuple | list) and _positions((kind or type(model)).forward) >= len(value):
+    elif isinstance(value, tuple | list) and _max_positional_args((kind or type(model)).forward) >= len(value):
         return model(*value)
     return model(value)
 
@@ -276,8 +297,10 @@ def _keywords(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
 
 
 @functools.cache
-def _positions(forward: Callable[..., Any]) -> float:
+def _max_positional_args(forward: Callable[..., Any]) -> float:
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return float("inf")
-    return sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters)
+    return sum(
+        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters
+    )

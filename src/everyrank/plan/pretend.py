@@ -285,12 +285,12 @@ def trace_step(
                 prepared = prepare(workload, layout, world)
                 if on_gpu:
                     take_all_at_once(prepared.trainable.optimizer)
-                prepared.parallel.is_checked = True  # skips comparisons between ranks and with the full model
-                if prepared.parallel.tensor is not None:
-                    prepared.parallel.tensor.unseen.clear()
-                    if prepared.parallel.tensor.view_check is not None:
-                        prepared.parallel.tensor.view_check.end()  # the check would keep outputs alive
-                        prepared.parallel.tensor.view_check = None
+                prepared.parallel.is_first_call_done = True  # skips comparisons between ranks and with the full model
+                if prepared.parallel.tensor_parallel is not None:
+                    prepared.parallel.tensor_parallel.unseen.clear()
+                    if prepared.parallel.tensor_parallel.view_check is not None:
+                        prepared.parallel.tensor_parallel.view_check.end()  # the check would keep outputs alive
+                        prepared.parallel.tensor_parallel.view_check = None
             trace.claim(prepared.trainable.parameters, "parameters")
             trace.claim(prepared.model.buffers(), "buffers")
             _run_update(trace, prepared, sample)

@@ -8,7 +8,7 @@ Communication  the gradients, by all-reduce as in DDP; after each step, each ran
 Use when       model and gradients fit on one device, but the optimizer state (twice the model for Adam) does not
 
 What to change for your own training:
-- Replace optimizer_class and its arguments. Adam saves most, because its state is twice the size of the model.
+- Replace optimizer_class and its arguments. ZeRO saves more with Adam, whose state is twice the size of the model.
 - BATCH is the batch of all ranks. With a fixed batch per rank instead, the number of ranks changes the training.
 - With masked or padded targets, all-reduce the number of loss terms before backward, and divide by it.
 - For a checkpoint, call optimizer.consolidate_state_dict(to=0) on every rank, then optimizer.state_dict() on rank 0.

@@ -41,7 +41,7 @@ from everyrank.parallel.fsdp import reshard_after
 from everyrank.parallel.init_model import init_model
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.micro_batch import MicroBatchState
-from everyrank.parallel.parallelize import ParallelModel, broadcast_from_rank_0, call_model, exact_dropout
+from everyrank.parallel.parallelize import ParallelModel, broadcast_from_rank_0, call_model, set_up_exact_dropout
 from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
 from everyrank.strategies.step import make_step
@@ -58,7 +58,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     original, _ = init_model(workload, layout, world)
     broadcast_from_rank_0(original, world)
     shapes, kind = {name: tensor.shape for name, tensor in original.state_dict().items()}, type(original)
-    dropout, functions = exact_dropout(changed(workload, tensor_plan=None), layout, mesh, original)
+    dropout, dropout_contexts = set_up_exact_dropout(changed(workload, tensor_plan=None), layout, mesh, original)
     wrapped = call_parallelize(code, original, device_mesh, world)
     model = unwrapped(wrapped)
     gatherable = gatherable_tensors(model, shapes)
@@ -70,7 +70,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     if workload.clip_norm is not None and contract.clip_grad_norm is None:
         require_gatherable(ungatherable, code)
     parts = sequence_parts(workload, mesh, contract.order_of_positions(), contract.cut_by_context)
-    state = MicroBatchState(functions, functions)
+    state = MicroBatchState(dropout_contexts, dropout_contexts)
     parallel = ParallelModel(workload, layout, mesh, model, None, state, None, parts, dropout=dropout)
     trainable = make_trainable(workload, layout, model)
     clip = contract.clip_grad_norm

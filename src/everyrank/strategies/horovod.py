@@ -62,7 +62,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         broadcast_optimizer(hvd, optimizer, world)
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        parallel.before_first_update(broadcast_from_rank_0)
+        parallel.call_once(broadcast_from_rank_0)
         trainable.zero_grad()
         totals: list[HorovodSum] = []  # (sum, count) of the loss; sent during the last backward, like the gradients
         local = forward_backward(

@@ -84,7 +84,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         update = async_trainer(trainable, link, compute)
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        is_first = parallel.before_first_update(lambda: None)
+        is_first = parallel.call_once(lambda: None)
         share = update(batches)
         raise_on_all_ranks(deferred_errors, world, is_first)
         return share

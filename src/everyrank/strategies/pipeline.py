@@ -79,7 +79,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
 
     def step(batches: Sequence[Batch]) -> Tensor:
         trainable.zero_grad()
-        is_first = parallel.before_first_update(lambda: check_block_order(batches[0]))
+        is_first = parallel.call_once(lambda: check_block_order(batches[0]))
         share = torch.zeros(2, dtype=torch.float64, device=world.device)
         for first in range(0, len(batches), pipeline.num_micro_batches):
             share += flow(batches[first : first + pipeline.num_micro_batches])

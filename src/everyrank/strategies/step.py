@@ -90,7 +90,7 @@ def make_step(
     carriers = [carrier] if carrier is not None else []
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        parallel.before_first_update(lambda: before_first(batches[0]))
+        parallel.call_once(lambda: before_first(batches[0]))
         trainable.zero_grad(*carriers)
         local = forward_backward(parallel, trainable, batches, **how)
         after_backward()

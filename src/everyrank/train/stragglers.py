@@ -1,15 +1,16 @@
 """Finds stragglers during the training: which rank is slow, how much of the time the others wait for it, and why.
 
-In a collective all ranks wait for the last one. So an update takes equally long on all ranks, and no clock shows which
-rank was slow. The arrival times at each collective show it. Every rank records them already (`world.calls`), and every
-few seconds the ranks compare them. The time between the last and the second to last arrival is lost on all others:
+In a collective all ranks wait for the last one. So an update takes equally long on all ranks, and its duration does not
+show which rank was slow. The arrival times at each collective show it. Every rank records them already (`world.calls`),
+and every few seconds the ranks compare them. The time between the last and the second to last arrival is lost on all
+others:
 
     rank 0   |-- compute --|. . . . . waits . . . . .|
     rank 1   |-------------- compute ----------------|     rank 1 costs the time since rank 2 arrived
     rank 2   |--- compute ---|. . . . waits . . . . .|
 
-A rank is reported if it costs the others much of the time in several windows in a row, and causes nearly all of the
-lateness. Lateness that moves from rank to rank is noise.
+The time between two comparisons is a window. A rank is reported if, in three windows in a row, the others wait for it
+at least 15% of the time and it causes at least 70% of the lateness. Lateness that moves from rank to rank is noise.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from everyrank.launch.autopsy.lateness import Lateness, arrival_times, find_latest
+from everyrank.launch.autopsy.lateness import LateRank, arrival_times, find_late_rank
 from everyrank.parallel.mesh import Mesh
 from everyrank.train.display import Display
 from everyrank.train.log import Log
@@ -33,8 +33,8 @@ from everyrank.world.collectives import all_gather_json
 __all__ = ["StragglerWatch", "why_late"]
 
 _WINDOW_SECONDS = 3.0  # between two comparisons; each takes some milliseconds
-_WINDOWS = 3  # windows in a row in which a rank is the slowest before it is reported
-_MIN_SHARE = 0.5  # a cause has to explain this fraction of the lateness
+_MIN_WINDOWS = 3  # windows in a row in which a rank is the slowest before it is reported
+_MIN_EXPLAINED = 0.5  # smallest part of the lateness that a cause explains; for CPU time, of the time without loading
 
 
 class StragglerWatch:
@@ -43,75 +43,87 @@ class StragglerWatch:
     It is off under pipeline, whose stages run in turn, and with parameter servers, which wait for all ranks.
     """
 
-    def __init__(self, mesh: Mesh, window_seconds: float = _WINDOW_SECONDS, windows: int = _WINDOWS) -> None:
-        self.world, self.window_seconds, self.windows = mesh.world, window_seconds, windows
+    def __init__(self, mesh: Mesh, window_seconds: float = _WINDOW_SECONDS, min_windows: int = _MIN_WINDOWS) -> None:
+        self.world, self.window_seconds, self.min_windows = mesh.world, window_seconds, min_windows
         self.is_on = self.world.size > 1 and self.world.group is not None and not mesh.servers
         self.is_on = self.is_on and mesh.size("pipeline") == 1
         self.data_seconds, self.num_updates = 0.0, 0
-        self.begun, self.base = time.perf_counter(), self._base()
+        self.window_start, self.base = time.perf_counter(), self._base()
         self.usage = _usage()
-        self.in_a_row: list[Lateness] = []
-        self.named: int | None = None
+        self.streak: list[LateRank] = []
+        self.reported_rank: int | None = None
 
-    def fetched(self, seconds: float) -> None:
-        """Count the seconds that loading the data of an update took."""
+    def add_loading_time(self, seconds: float) -> None:
+        """Add the seconds that loading the data of an update took."""
         self.data_seconds += seconds
         self.num_updates += 1
 
     def is_due(self) -> bool:
         """Return whether to compare now, by this rank's clock."""
-        return self.is_on and time.perf_counter() > self.begun + self.window_seconds
+        return self.is_on and time.perf_counter() > self.window_start + self.window_seconds
 
-    def look(self) -> Lateness | None:
-        """Return the rank that has been slow in enough windows, or None; equal on all ranks. A collective."""
+    def compare(self) -> LateRank | None:
+        """Return the rank that was slow in enough windows, or None; equal on all ranks. A collective.
+
+        The rank that was returned last is not returned again before a window in which no rank is slow.
+        """
         now, usage = time.perf_counter(), _usage()
-        wall = now - self.begun
+        wall = now - self.window_start
         local_usage = {name: max(0.0, value - self.usage[name]) for name, value in usage.items()}
         local_usage |= {"data": self.data_seconds, "wall": wall, "updates": self.num_updates}
         rows = all_gather_json({"calls": self._arrivals(), "usage": local_usage}, self.world.group)
         self.data_seconds, self.num_updates = 0.0, 0
-        self.begun, self.base, self.usage = time.perf_counter(), self._base(), _usage()
-        latest = find_latest([row["calls"] for row in rows])
-        return self._named(latest, [row["usage"] for row in rows])
+        self.window_start, self.base, self.usage = time.perf_counter(), self._base(), _usage()
+        late_rank = find_late_rank([row["calls"] for row in rows])
+        return self._rank_to_report(late_rank, [row["usage"] for row in rows])
 
-    def report_if_slow(self, done: int, display: Display, log: Log | None) -> None:
+    def report_if_slow(self, step: int, display: Display, log: Log | None) -> None:
         """Compare, print a straggler and write it to the log. A collective."""
-        slow = self.look()
+        slow = self.compare()
         if slow is not None:
             display.line(str(slow))
             if log is not None:
-                log.event({"step": done, "straggler": asdict(slow)})
+                log.event({"step": step, "straggler": slow.as_event()})
 
-    def _named(self, latest: Lateness | None, usage: Sequence[Mapping[str, float]]) -> Lateness | None:
-        if latest is None or not latest.is_slow:
-            self.in_a_row.clear()
+    def _rank_to_report(self, late_rank: LateRank | None, usage: Sequence[Mapping[str, float]]) -> LateRank | None:
+        """Update the streak; return the rank, with medians over the streak, if it is long enough and not reported."""
+        if late_rank is None or not late_rank.is_slow:
+            self.streak.clear()
+            self.reported_rank = None
             return None
-        if self.in_a_row and self.in_a_row[-1].rank != latest.rank:
-            self.in_a_row.clear()
-        self.in_a_row.append(latest)
-        if len(self.in_a_row) < self.windows or self.named == latest.rank:
+        if self.streak and self.streak[-1].rank != late_rank.rank:
+            self.streak.clear()
+        self.streak.append(late_rank)
+        if len(self.streak) < self.min_windows or self.reported_rank == late_rank.rank:
             return None
-        self.named = latest.rank
-        share, late_share, seconds = (
-            median(getattr(lateness, name) for lateness in self.in_a_row) for name in ("share", "part", "seconds")
+        self.reported_rank = late_rank.rank
+        wait_fraction = median(late.wait_fraction for late in self.streak)
+        return LateRank(
+            late_rank.rank,
+            wait_fraction,
+            median(late.lateness_fraction for late in self.streak),
+            median(late.mean_seconds for late in self.streak),
+            why_late(late_rank.rank, wait_fraction, usage),
         )
-        return Lateness(latest.rank, share, late_share, seconds, why_late(latest.rank, share, usage))
 
     def _base(self) -> int:
-        """Return the zero of this rank's arrival times, ns. Ranks of one host share a clock.
+        """Return the time, ns, that arrival times count from: 0 on one host, where all ranks share a clock.
 
-        On several hosts zero is the end of a common collective, so that differences between clocks do not count.
+        On several hosts it is the end of the last comparison, a collective, so that clocks need not agree. Before the
+        first comparison, it is the time at which this rank started to watch.
         """
         return time.time_ns() if len(set(self.world.hosts)) > 1 else 0
 
     def _arrivals(self) -> dict[str, list[list[Any]]]:
-        """Return for each group of this rank its ranks and [number, arrival in µs] of its newest collectives."""
-        since = self.base or time.time_ns() - int(1e9 * (time.perf_counter() - self.begun))
+        """Return {process group: [its ranks, [number, arrival in µs], ...]} for the collectives of this window."""
+        since = self.base or time.time_ns() - int(1e9 * (time.perf_counter() - self.window_start))
         return arrival_times(recorded_calls(with_locations=False), self.base, since)
 
 
-def why_late(rank: int, share: float, usage: Sequence[Mapping[str, float]]) -> str:
-    """Return the likely cause why a rank is late for this share of the time, from the resources of all ranks.
+def why_late(rank: int, wait_fraction: float, usage: Sequence[Mapping[str, float]]) -> str:
+    """Return the likely reason why the others wait for `rank`, from the usage of all ranks.
+
+    `wait_fraction`: fraction of the time that they wait for it.
 
     `usage`, by rank: seconds of `data`, `cpu`, `runqueue` (ready, without a core), `throttled`, `stolen`, `wall`;
     and the number of `updates`.
@@ -122,19 +134,19 @@ def why_late(rank: int, share: float, usage: Sequence[Mapping[str, float]]) -> s
     def excess(name: str) -> float:
         return late_usage.get(name, 0.0) - median(row.get(name, 0.0) for row in others)
 
-    if excess("data") >= _MIN_SHARE * share * wall:
+    if excess("data") >= _MIN_EXPLAINED * wait_fraction * wall:
         usual_seconds = median(row["data"] / (row["updates"] or 1.0) for row in others)
         late_ms = 1000 * late_usage["data"] / updates
-        return f"it waits for data, {late_ms:.0f} ms for each update against {1000 * usual_seconds:.0f} ms"
+        return f"it waits for data, {late_ms:.0f} ms per update ({1000 * usual_seconds:.0f} ms on the other ranks)"
     for name, text in (
-        ("throttled", "its control group holds it back (cpu.max), {:.0%} of the time"),
+        ("throttled", "its cgroup throttles it (cpu.max) {:.0%} of the time"),
         ("stolen", "its virtual machine waits for the host's processors (steal), {:.0%} of the time"),
         ("runqueue", "it is ready to compute and has no core {:.0%} of the time: other processes, or too many threads"),
     ):
-        if excess(name) >= _MIN_SHARE * share * wall:
+        if excess(name) >= _MIN_EXPLAINED * wait_fraction * wall:
             return text.format(late_usage[name] / wall)
     cpu_share = late_usage["cpu"] / wall
-    if late_usage["cpu"] >= _MIN_SHARE * (wall - late_usage["data"]):
+    if late_usage["cpu"] >= _MIN_EXPLAINED * (wall - late_usage["data"]):
         return f"it computes ({cpu_share:.0%} of the time on a core): more work than the others, or a slower core"
     return f"it neither computes ({cpu_share:.0%} of the time on a core) nor loads data: a lock, a disk, a sleep"
 

@@ -166,7 +166,7 @@ class Training:
 
     def _shares(self, updates: Updates, start_step: int) -> Iterator[Tensor]:
         """Run the updates, with the profiler and `before_update` if requested; yield this rank's loss (sum, count)."""
-        shares = run_updates(self.prepared, self.job.train_data, updates, fetched=self.watch.fetched)
+        shares = run_updates(self.prepared, self.job.train_data, updates, fetched=self.watch.add_loading_time)
         if self.options.profile is not None:
             # if the number of updates is unknown, only the first one is certain to run
             step = min(_PROFILED_UPDATE, updates.end - start_step - 1) if updates.end is not None else 0

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_map
 
 from everyrank.audit.events import Unchecked
 from everyrank.audit.replay.state import (
+    ModelState,
     RecordedBackward,
     RecordedCall,
     ReplayError,
-    ReplayState,
     TensorReference,
     backward_path,
     picklable,
@@ -45,7 +45,7 @@ class ReplayRecorder:
         self.recorder, self.losses, self.gradients = recorder, losses, gradients
         self.root: Any = None  # the model without its wrapper
         self.world_size = 1
-        self.states: dict[int, ReplayState] = {}
+        self.states: dict[int, ModelState] = {}
         self.is_over = False
         self.current: RecordedBackward | None = None
         self.known: dict[int, Any] = {}  # tensors that the replay computes, by id; held, so that no id is reused
@@ -111,8 +111,8 @@ class ReplayRecorder:
         except ReplayError as error:
             self.disable(error)
             return
-        numbers = [id(tensor) for tensor in results]
-        self.current.calls.append(RecordedCall(picklable(function), args, kwargs, numbers, torch.is_grad_enabled()))
+        result_ids = [id(tensor) for tensor in results]
+        self.current.calls.append(RecordedCall(picklable(function), args, kwargs, result_ids, torch.is_grad_enabled()))
         self.known |= {id(tensor): tensor for tensor in results}
         if len(self.current.calls) > _MAX_CALLS:
             self.disable(f"more than {_MAX_CALLS} functions between the model's output and the loss")
@@ -195,7 +195,7 @@ def _needed_calls(backward: RecordedBackward) -> list[RecordedCall]:
 
     def need(value: Any) -> None:
         if isinstance(value, TensorReference):
-            needed.add(value.number)
+            needed.add(value.tensor_id)
 
     for call in reversed(backward.calls):
         if needed.intersection(call.results):
@@ -210,10 +210,10 @@ def generator_states(root: Any) -> list[Any]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
-def _state_of(root: Any) -> ReplayState:
+def _state_of(root: Any) -> ModelState:
     tensors_by_name = [*root.named_parameters(), *root.named_buffers()]
     copies = {name: value.detach().clone() for name, value in tensors_by_name}
-    return ReplayState(copies, [module.training for module in root.modules()])
+    return ModelState(copies, [module.training for module in root.modules()])
 
 
 class _CallMode(TorchFunctionMode):

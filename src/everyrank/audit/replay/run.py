@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from everyrank.audit.events import ReplayedUpdate, Unchecked
 from everyrank.audit.replay.recording import ReplayRecorder, generator_states
-from everyrank.audit.replay.state import RecordedBackward, ReplayError, ReplayState, TensorReference, backward_path
+from everyrank.audit.replay.state import ModelState, RecordedBackward, ReplayError, TensorReference, backward_path
 from everyrank.audit.watch.gradients import sample
 from everyrank.audit.watch.losses import DROPOUTS
 from everyrank.audit.watch.recorder import tensors
@@ -133,7 +133,7 @@ class _Replay:
     def __init__(
         self,
         recording: ReplayRecorder,
-        state: ReplayState,
+        state: ModelState,
         backwards: dict[tuple[int, int], RecordedBackward],
         deadline: float,
     ) -> None:
@@ -214,7 +214,7 @@ class _Replay:
 
         def root_of(root: Any) -> Any:
             args, kwargs = to_float64(inputs)
-            outputs = list(tensors(self._forward(root, args, kwargs, self.backwards[0].generator)))
+            outputs = list(tensors(self._forward(root, args, kwargs, self.backwards[0].rng_states)))
             if self.overrides.has_drawn:
                 raise ReplayError("forward draws random numbers, which are different for one batch")
             ends = np.cumsum(sizes).tolist()
@@ -253,14 +253,14 @@ class _Replay:
 
     def _root_of(self, root: Any, backward: RecordedBackward) -> Any:
         args, kwargs = to_float64(backward.inputs)
-        return _follow(backward, list(tensors(self._forward(root, args, kwargs, backward.generator))))
+        return _follow(backward, list(tensors(self._forward(root, args, kwargs, backward.rng_states))))
 
-    def _forward(self, root: Any, args: Any, kwargs: Any, generator: list[Any]) -> Any:
-        torch.set_rng_state(generator[0])
-        for cuda in generator[1:]:
+    def _forward(self, root: Any, args: Any, kwargs: Any, rng_states: list[Any]) -> Any:
+        torch.set_rng_state(rng_states[0])
+        for cuda in rng_states[1:]:
             torch.cuda.set_rng_state(cuda, next(root.parameters()).device)
         out = root(*args, **kwargs)
-        self.overrides.has_drawn |= not all(map(torch.equal, generator_states(root), generator))
+        self.overrides.has_drawn |= not all(map(torch.equal, generator_states(root), rng_states))
         return out
 
     def _named(self, kind: str, gradient: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -285,15 +285,15 @@ def _follow(backward: RecordedBackward, outputs: Sequence[Any]) -> Any:
     def value_of(value: Any) -> Any:
         if not isinstance(value, TensorReference):
             return to_float64(value)
-        if value.number not in known_tensors:
+        if value.tensor_id not in known_tensors:
             raise ReplayError("the loss depends on a tensor that was not recorded as computed from the model's output")
-        if known_tensors[value.number] is None:
+        if known_tensors[value.tensor_id] is None:
             raise ReplayError("the model returns no row for each sample (its loss is computed inside)")
-        return known_tensors[value.number]
+        return known_tensors[value.tensor_id]
 
     for call in backward.calls:
         args, kwargs = tree_map(value_of, (call.args, call.kwargs))
-        with torch.set_grad_enabled(call.is_grad):
+        with torch.set_grad_enabled(call.grad_enabled):
             known_tensors |= dict(zip(call.results, tensors(call.function(*args, **kwargs)), strict=True))
     root = value_of(TensorReference(backward.root))
     if not root.requires_grad:
@@ -362,7 +362,7 @@ class CollectiveCalledError(Exception):
 
 
 @contextlib.contextmanager
-def _settings_restored(root: Any, state: ReplayState) -> Generator[None]:
+def _settings_restored(root: Any, state: ModelState) -> Generator[None]:
     """Set modes, dtype and random state for the replay, and restore them afterwards."""
     modules = list(root.modules())
     settings_before = [module.training for module in modules], torch.get_default_dtype(), torch.is_grad_enabled()

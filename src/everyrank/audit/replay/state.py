@@ -1,4 +1,4 @@
-"""The recorded backwards and models of the first updates for `audit --replay`."""
+"""Data classes of `audit --replay`: the backward passes of the first updates, and the model before each update."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from everyrank.audit.events import LossTerm
 
 __all__ = [
+    "ModelState",
     "RecordedBackward",
     "RecordedCall",
     "ReplayError",
-    "ReplayState",
     "TensorReference",
     "backward_path",
     "picklable",
@@ -25,9 +25,9 @@ class ReplayError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class TensorReference:
-    """Stands for a tensor that the replay computes again, by its number."""
+    """A placeholder in recorded arguments for a tensor that the replay recomputes. It has the tensor's `id()`."""
 
-    number: int
+    tensor_id: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +42,13 @@ class PropertyGetter:
 
 @dataclasses.dataclass(frozen=True)
 class RecordedCall:
-    """A torch function between the model's output and the loss: its arguments, and the numbers of its results."""
+    """A torch function between the model's output and the loss: its arguments, and the `id()` of each result."""
 
     function: Any
     args: Any
     kwargs: Any
     results: list[int]
-    is_grad: bool
+    grad_enabled: bool
 
 
 @dataclasses.dataclass
@@ -56,15 +56,15 @@ class RecordedBackward:
     """A forward with its backward.
 
     inputs      (args, kwargs) of the module
-    generator   states of torch's generators before the forward: of the CPU, and of the CUDA device if there is one
-    outputs     numbers of the tensors that the forward returned
+    rng_states  states of torch's RNGs before the forward: the CPU's, and the GPU's for a model on CUDA
+    outputs     ids of the tensors that the forward returned
     calls       functions from the outputs to `root`
-    root        number of the tensor that backward was called on
+    root        id of the tensor that backward was called on
     losses      losses in the graph of the backward
     """
 
     inputs: Any
-    generator: list[Any]
+    rng_states: list[Any]
     outputs: list[int] = dataclasses.field(default_factory=list[int])
     calls: list[RecordedCall] = dataclasses.field(default_factory=list[RecordedCall])
     root: int = 0
@@ -72,19 +72,19 @@ class RecordedBackward:
 
 
 @dataclasses.dataclass
-class ReplayState:
+class ModelState:
     """The model before an update: parameters and buffers by name, and whether each module was in train mode."""
 
     tensors: dict[str, Any]
     are_training: list[bool]
 
 
-def backward_path(folder: Path, rank: int, update: int, micro: int | str) -> Path:
-    """The file that a rank writes for a backward."""
-    return folder / f"rank{rank}.replay{update}.{micro}.pt"
+def backward_path(folder: Path, rank: int, update: int, micro_batch: int | str) -> Path:
+    """Return the file that a rank writes for a backward; `*` as `micro_batch` gives a pattern for all of an update."""
+    return folder / f"rank{rank}.replay{update}.{micro_batch}.pt"
 
 
 def picklable(function: Any) -> Any:
-    """The function, or an equivalent `PropertyGetter` if it reads a property, because that cannot be pickled."""
+    """Return the function, or a `PropertyGetter` for the getter of a tensor property, which cannot be pickled."""
     descriptor: Any = getattr(function, "__self__", None)
     return PropertyGetter(descriptor.__name__) if type(descriptor).__name__ == "getset_descriptor" else function

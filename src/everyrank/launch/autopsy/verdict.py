@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from everyrank.errors import is_user_code, printable
-from everyrank.launch.autopsy.lateness import arrival_times, find_latest
+from everyrank.launch.autopsy.lateness import arrival_times, find_late_rank
 from everyrank.launch.autopsy.rank_views import Frame, RankView
 from everyrank.launch.stalled_ranks import concerns_others
 
@@ -228,18 +228,18 @@ def _slow(views: Sequence[RankView], waits: Sequence[_Wait]) -> str:
         return ""
     by_rank = {view.rank: view for view in views}
     known = [by_rank[rank].calls if rank in by_rank else {} for rank in range(views[0].size)]
-    latest = find_latest([arrival_times(calls) if "groups" in calls else {} for calls in known])
-    if latest is None or not latest.is_slow or any(wait.other for wait in waits):
+    late = find_late_rank([arrival_times(calls) if "groups" in calls else {} for calls in known])
+    if late is None or not late.is_slow or any(wait.other for wait in waits):
         return ""
     started = [row[_STARTED] for calls in known for row in calls.get("calls", []) if not row[_DONE]]
     waited = time.time() - 1e-9 * min(started, default=1e9 * time.time())
-    if waited > max(_SHORT_WAIT_SECONDS, 2 * latest.longest_seconds):
+    if waited > max(_SHORT_WAIT_SECONDS, 2 * late.longest_seconds):
         return ""
-    others = [view for view in views if view.rank != latest.rank]
+    others = [view for view in views if view.rank != late.rank]
     return (
-        f"no rank is stuck, but rank {latest.rank} is slower than the others: they waited for it {latest.share:.0%} of "
-        f"the last {latest.window_seconds:.1f} s (it causes {latest.part:.0%} of all lateness, {latest.seconds:.3f} s "
-        f"each time). {_most_time(by_rank[latest.rank], others)}"
+        f"no rank is stuck, but rank {late.rank} is slower than the others: they waited for it "
+        f"{late.wait_fraction:.0%} of the last {late.window_seconds:.1f} s (it causes {late.lateness_fraction:.0%} of "
+        f"all lateness, {late.mean_seconds:.3f} s each time). {_most_time(by_rank[late.rank], others)}"
     )
 
 
