@@ -175,6 +175,11 @@ def needs_library(name: str) -> None:
         skip_without(f"{name} (pip install 'everyrank[benchmarks]')")
 
 
+def path_with(*folders: Path) -> dict[str, str]:
+    """Return the variable PATH that begins with these folders."""
+    return {"PATH": os.pathsep.join([*map(str, folders), os.environ["PATH"]])}
+
+
 def skip_without_horovod() -> None:
     """Skip the test if Horovod is not installed."""
     if importlib.util.find_spec("horovod") is None:

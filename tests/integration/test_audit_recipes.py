@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from forkserver import ForkServer
-from integration.conftest import skip_without_horovod
+from integration.conftest import path_with, skip_without_horovod
 from integration.test_recipe_commands import mpirun_environment
 from processes import free_port
 from recipes import test_recipes
@@ -114,8 +114,7 @@ def test_audit_under_mpi_passes(python: ForkServer, tmp_path: Path, program: str
 def test_audit_under_horovodrun_passes(python: ForkServer, tmp_path: Path) -> None:
     """Under horovodrun each rank has a different parent. The audit does not record what Horovod sends."""
     skip_without_horovod()
-    search_path = os.pathsep.join([str(python.programs), str(Path(sys.executable).parent), os.environ["PATH"]])
-    said = audited(tmp_path, "horovod_ddp", PATH=search_path)
+    said = audited(tmp_path, "horovod_ddp", **path_with(python.programs, Path(sys.executable).parent))
     assert " FAIL" not in said
     assert " WARN" not in said
     assert "nothing wrong found" in said

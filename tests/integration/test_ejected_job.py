@@ -10,20 +10,19 @@ from pathlib import Path
 import pytest
 
 from forkserver import ForkServer
-from integration.conftest import run_batch_job, skip_without_horovod
+from integration.conftest import path_with, run_batch_job, skip_without_horovod
 from processes import Cli
 from test_eject import RICH, eject, losses_of_train, outside, said
 
 __all__ = ["outside"]
 
 
-def search_path(python: ForkServer, is_forked: bool) -> str:
-    """Return a PATH with the programs of this environment, behind the `python` of the fork server if `is_forked`.
+def program_path(python: ForkServer, is_forked: bool) -> dict[str, str]:
+    """Return PATH with the programs of this environment, behind the `python` of the fork server if `is_forked`.
 
     That `python` has only torch imported.
     """
-    folders = [str(python.torch_programs)] if is_forked else []
-    return os.pathsep.join([*folders, str(Path(sys.executable).parent), os.environ["PATH"]])
+    return path_with(*([python.torch_programs] if is_forked else []), Path(sys.executable).parent)
 
 
 @pytest.mark.parametrize("words", [(), ("--layout", "fsdp")], ids=["ddp", "fsdp"])
@@ -47,7 +46,7 @@ def test_slurm_runs_an_ejected_project(
     assert ours.status == 0, ours.err
     assert "\nsbatch train.sbatch\n" in (project / "README.md").read_text()
     # both nodes are this machine, whose name may have no address
-    own = {"MASTER_ADDR": "127.0.0.1", "PATH": search_path(python, is_forked=bool(words))}
+    own = {"MASTER_ADDR": "127.0.0.1", **program_path(python, is_forked=bool(words))}
     monkeypatch.delenv("PYTHONPATH", raising=False)
     status = run_batch_job(project, "sbatch --output=out train.sbatch", slurm | own)
     shown = (project / "out").read_text()
@@ -73,7 +72,7 @@ def test_horovod_runs_an_ejected_project(keys: str, tmp_path: Path, cli: Cli, py
     assert ours.status == 0, ours.err
     command = (project / "README.md").read_text().split("requirements.txt\n")[1].splitlines()[0].split()
     assert command[:4] == ["horovodrun", "-np", "2", "--gloo"]
-    environment = {**os.environ, "PATH": search_path(python, is_forked=bool(keys))}
+    environment = {**os.environ, **program_path(python, is_forked=bool(keys))}
     environment.pop("PYTHONPATH", None)
     done = subprocess.run(command, capture_output=True, text=True, cwd=project, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ import pytest
 
 from everyrank.cli import main
 from forkserver import ForkServer
-from integration.conftest import run_batch_job, skip_without_horovod
+from integration.conftest import path_with, run_batch_job, skip_without_horovod
 from processes import Cli, free_port
 from recipes import test_recipes
 from recipes.test_recipes import (
@@ -187,11 +187,6 @@ def check_recipe_and_mutation(cli: Cli, name: str, output: RecipeOutput, mutated
     assert difference_from_record(mutated_output, equivalent_record(cli, name)) > 1e-9
 
 
-def path_with(program_folder: Path) -> dict[str, str]:
-    """Return the variable PATH that begins with this folder of programs."""
-    return {"PATH": f"{program_folder}{os.pathsep}{os.environ['PATH']}"}
-
-
 def test_slurm_recipe_on_one_and_two_nodes(cli: Cli, python: ForkServer, tmp_path: Path, slurm: dict[str, str]) -> None:
     """The recipe runs with the command in its header, and on two nodes.
 
@@ -285,7 +280,7 @@ def test_horovod_recipe_in_float64_and_fp16(cli: Cli, python: ForkServer, tmp_pa
     skip_without_horovod()
     output = parse_output(rank_output(run_header_commands(tmp_path, "horovod_ddp")))
     command = "horovodrun -np 2 --gloo python horovod_ddp.py --float64"
-    variables = {"PATH": os.pathsep.join([str(python.programs), str(PROGRAM_FOLDER), os.environ["PATH"]])}
+    variables = path_with(python.programs, PROGRAM_FOLDER)
     fp16_output = parse_output(rank_output(run_commands(tmp_path, f"{command} --fp16", **variables)))
     assert (
         1e-9

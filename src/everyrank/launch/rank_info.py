@@ -159,8 +159,9 @@ def _private_file() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:  # a file of that name, or a folder without write permission
         raise UsageError(f"{folder}: {error.strerror}; set TMPDIR to a folder that you own") from error
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        problem = "a symlink" if folder.is_symlink() else "a folder of another user"
+    is_symlink = folder.is_symlink()
+    if is_symlink or folder.stat().st_uid != os.getuid():
+        problem = "a symlink" if is_symlink else "a folder of another user"
         raise UsageError(f"{folder}: this is {problem}; set TMPDIR to a folder of your own")
     start = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
     if "PMIX_NAMESPACE" in os.environ:

@@ -30,9 +30,8 @@ class _Steps:
         self.current_update: dict[str, Any] = {}
         self.stepped_parameter_ids: set[int] = set()
         self.parameter_names: dict[int, str] = {}
-        # by the optimizer's id, for each parameter group; None if it has no "lr"
-        self.script_learning_rates: dict[int, list[Any]] = {}
-        self.script_momenta: dict[int, list[Any]] = {}
+        # by the optimizer's id, for each parameter group: its learning rate and momenta
+        self.script_settings: dict[int, list[dict[str, Any]]] = {}
         self.constructed_at: dict[int, str] = {}  # the line that constructs each optimizer, by its id
         self.counters = Counters()
 
@@ -71,7 +70,7 @@ class _Steps:
                 "before": {},
                 "after": {},
                 "rates": [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
-                "momenta": _momenta(optimizer),
+                "momenta": _group_settings(optimizer, *_MOMENTA),
                 "batches": session.num_batches,
                 "states": {},
                 "optimizer": self.constructed_at.get(id(optimizer), ""),
@@ -128,8 +127,7 @@ class _Steps:
         if self.session.update < len(recorded_updates):
             rates = recorded_updates[self.session.update]["rates"]
             if len(rates) == len(optimizer.param_groups):
-                self.script_learning_rates[id(optimizer)] = [group.get("lr") for group in optimizer.param_groups]
-                self.script_momenta[id(optimizer)] = _momenta(optimizer)
+                self.script_settings[id(optimizer)] = _group_settings(optimizer, "lr", *_MOMENTA)
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     if "lr" in group:
                         group["lr"] = torch.full_like(group["lr"], rate) if torch.is_tensor(group["lr"]) else rate
@@ -137,11 +135,9 @@ class _Steps:
 
     def restore_learning_rates(self, optimizer: Any) -> None:
         """Set the learning rates and momenta of the script again, if they were replaced for a step."""
-        learning_rates = self.script_learning_rates.pop(id(optimizer), [])
-        for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=False):
-            if learning_rate is not None:
-                group["lr"] = learning_rate  # the same object, because a compiled optimizer refers to its tensor
-        _set_momenta(optimizer, self.script_momenta.pop(id(optimizer), []))
+        # the same objects, because a compiled optimizer refers to the tensor of its learning rate
+        for group, settings in zip(optimizer.param_groups, self.script_settings.pop(id(optimizer), []), strict=False):
+            group.update(settings)
 
     def after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """Record an optimizer after its step. The last update of the run ends the process."""
@@ -294,12 +290,12 @@ def install_step_hooks(session: Session, modules: ModuleNames) -> None:
     torch.autograd.backward = run_backward
 
 
-_MOMENTA = ("momentum", "betas")
+_MOMENTA = ("momentum", "betas")  # the momenta, which a schedule such as OneCycleLR changes
 
 
-def _momenta(optimizer: Any) -> list[dict[str, Any]]:
-    """The momenta of each parameter group, which a schedule such as OneCycleLR changes."""
-    return [{name: group[name] for name in _MOMENTA if name in group} for group in optimizer.param_groups]
+def _group_settings(optimizer: Any, *names: str) -> list[dict[str, Any]]:
+    """Return the settings of these names of each parameter group that has them."""
+    return [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
 
 
 def _set_momenta(optimizer: Any, momenta: list[dict[str, Any]]) -> None:
