@@ -72,15 +72,15 @@ def statistics_of(model: nn.Module) -> list[Tensor]:
     return [buffer.view(-1).view(torch.uint8) for buffer in buffers]
 
 
-@torch.no_grad()
 def broadcast_statistics(statistics: list[Tensor], world: World) -> None:
     """Broadcast the running statistics of rank 0, as DistributedDataParallel does by default. A collective."""
     if world.size == 1 or world.group is None or not statistics:
         return
-    flat = torch.cat(statistics)
-    dist.broadcast(flat, src=0, group=world.group)
-    if world.rank:
-        torch._foreach_copy_(statistics, flat.split([tensor.numel() for tensor in statistics]))  # pyright: ignore[reportPrivateUsage]
+    with torch.no_grad():
+        flat = torch.cat(statistics)
+        dist.broadcast(flat, src=0, group=world.group)
+        if world.rank:
+            torch._foreach_copy_(statistics, flat.split([tensor.numel() for tensor in statistics]))  # pyright: ignore[reportPrivateUsage]
 
 
 @contextlib.contextmanager

@@ -25,15 +25,6 @@ class MicroBatchState:
         self.contexts, self.recompute_contexts = tuple(contexts), tuple(recompute_contexts)
 
     @contextlib.contextmanager
-    def enter(self, is_padding: bool) -> Generator[None]:
-        """Enter a micro-batch for the duration of its forward and backward pass."""
-        self.is_padding = is_padding
-        with contextlib.ExitStack() as stack:
-            for context in self.contexts:
-                stack.enter_context(context())
-            yield
-
-    @contextlib.contextmanager
     def recomputing(self) -> Generator[None]:
         """Mark that a block runs its forward again, so that running statistics are not updated twice."""
         self.is_recomputing = True

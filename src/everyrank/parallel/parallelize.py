@@ -78,7 +78,10 @@ class ParallelModel:
         local_batch = self.context_parallel.take(batch) if self.context_parallel is not None else batch
         if self.dropout is not None:
             self.dropout.begin(local_batch, self.context_parallel.pieces if self.context_parallel is not None else ())
-        with self.micro_batch_state.enter(is_padding=not batch.size):
+        self.micro_batch_state.is_padding = not batch.size
+        with contextlib.ExitStack() as stack:
+            for context in self.micro_batch_state.contexts:
+                stack.enter_context(context())
             yield local_batch
         if self.context_parallel is not None:
             self.context_parallel.check()

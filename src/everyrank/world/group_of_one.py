@@ -20,8 +20,7 @@ from everyrank.world.world import World
 __all__ = ["group_of_one"]
 
 
-@contextlib.contextmanager
-def group_of_one(world: World) -> Generator[None]:
+def group_of_one(world: World) -> contextlib.AbstractContextManager[None]:
     """Replace torch's default process group by one with only this rank, until the block ends.
 
     Does nothing in a world of several ranks, or if the default group already has one rank. The group is made once
@@ -29,8 +28,12 @@ def group_of_one(world: World) -> Generator[None]:
     """
     default_group = dist.group.WORLD if world.group is None and world.size == 1 else None
     if default_group is None or default_group.size() == 1:
-        yield
-        return
+        return contextlib.nullcontext()
+    return _replace_default_group(default_group, world)
+
+
+@contextlib.contextmanager
+def _replace_default_group(default_group: dist.ProcessGroup, world: World) -> Generator[None]:
     internals: Any = distributed_c10d
     cache = world.group_cache
     if cache.alone is None:
