@@ -38,6 +38,10 @@ GRADIENTS_DIFFER = (
     "all samples of the global batch"
 )
 """The cause where nothing more specific was found. The gradients themselves were not compared."""
+_UNEQUAL_STEPS = (
+    "they do not step with the same gradients (not summed over the ranks, or scaled by the count of one rank), or some "
+    "do not receive the updated weights"
+)
 _FIRST_TENSOR = 1e-6  # difference relative to the update: well above rounding in the first update that differs
 
 
@@ -274,8 +278,7 @@ def _tensor_cause(evidence: _Evidence, num_updates: int, names: Sequence[str]) -
     if buffer_cause is not None:
         return buffer_cause
     if not run.replicas_equal:
-        cause = "the ranks have different weights: gradients are not summed over the ranks"
-        return f"{cause}: {evidence.gradients}" if evidence.gradients else cause
+        return f"the ranks have different weights: {evidence.gradients or _UNEQUAL_STEPS}"
     if evidence.layout.row.any_axes and evidence.case.compares_gradients:
         before, after = ((reference.states[number], run.states[number]) for number in (index, num_updates))
         code, model = find_custom_parallelize(evidence.layout, size), evidence.case.build_for_inspection()
