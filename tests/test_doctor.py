@@ -100,9 +100,9 @@ REMOVED_VARIABLES = (
 )
 
 
-def assert_one_line_with_fix(result: CheckResult, *texts: str) -> None:
-    """Check that the result is a problem or a warning, with a fix, and that its one line contains all `texts`."""
-    assert result.status in (PROBLEM, WARNING), result
+def assert_one_line_with_fix(result: CheckResult, *texts: str, status: str = PROBLEM) -> None:
+    """Check that the result has this status and a fix, and that its one line contains all `texts`."""
+    assert result.status == status, result
     assert result.fix
     assert result.line.isprintable(), result.line
     assert [text for text in texts if text not in result.line] == [], result.line
@@ -194,8 +194,8 @@ def test_container_quota_below_visible_cores_is_a_warning() -> None:
     assert check_cores(4, 8, 6.0).status == OK
     result = check_cores(8, 8, 1.5)
     assert result.status == WARNING
-    assert_one_line_with_fix(result, "8", "1.5", "taskset -c 0-1 ")
-    assert_one_line_with_fix(check_cores(8, 8, 0.5), "taskset -c 0-0 ")
+    assert_one_line_with_fix(result, "8", "1.5", "taskset -c 0-1 ", status=WARNING)
+    assert_one_line_with_fix(check_cores(8, 8, 0.5), "taskset -c 0-0 ", status=WARNING)
 
 
 @pytest.mark.parametrize(
@@ -220,8 +220,7 @@ def test_nearly_full_shared_memory_is_a_problem() -> None:
 def test_little_shared_memory_is_a_warning() -> None:
     assert check_shared_memory(1024 * MIB, 16 * MIB).status == WARNING
     result = check_shared_memory(1024 * MIB, 128 * MIB - 1)
-    assert result.status == WARNING
-    assert_one_line_with_fix(result, "/dev/shm", "--shm-size")
+    assert_one_line_with_fix(result, "/dev/shm", "--shm-size", status=WARNING)
     assert check_shared_memory(1024 * MIB, 128 * MIB).status == OK
 
 
@@ -287,7 +286,9 @@ def test_check_machine_runs_every_check() -> None:
 @pytest.mark.parametrize("addresses", [["127.0.1.1"], ["127.0.0.1", "::1"], ["::1"]])
 def test_host_name_that_resolves_to_loopback_is_reported_with_the_fix(addresses: list[str]) -> None:
     result = check_host_name("box", addresses, INTERFACES)
-    assert_one_line_with_fix(result, "box", *addresses, "loopback", "/etc/hosts", "GLOO_SOCKET_IFNAME=eth0")
+    assert_one_line_with_fix(
+        result, "box", *addresses, "loopback", "/etc/hosts", "GLOO_SOCKET_IFNAME=eth0", status=WARNING
+    )
 
 
 @pytest.mark.parametrize("addresses", [["192.0.2.2"], ["127.0.1.1", "192.0.2.2"], ["2001:db8::7"], ["fe80::1%eth0"]])
@@ -296,15 +297,17 @@ def test_host_name_with_a_non_loopback_address_is_ok(addresses: list[str]) -> No
 
 
 def test_host_name_without_an_address_is_reported_with_the_fix() -> None:
-    assert_one_line_with_fix(check_host_name("box", [], INTERFACES), "box", "/etc/hosts", "GLOO_SOCKET_IFNAME=eth0")
+    assert_one_line_with_fix(
+        check_host_name("box", [], INTERFACES), "box", "/etc/hosts", "GLOO_SOCKET_IFNAME=eth0", status=WARNING
+    )
 
 
 def test_suggested_interface_is_never_loopback() -> None:
     result = check_host_name("box", ["127.0.1.1"], {"lo": "::1", "wlan0": "fe80::12%wlan0", "eth0": "192.0.2.2"})
-    assert_one_line_with_fix(result, "GLOO_SOCKET_IFNAME=wlan0")
+    assert_one_line_with_fix(result, "GLOO_SOCKET_IFNAME=wlan0", status=WARNING)
     for interfaces in ({}, {"lo": "127.0.0.1", "lo2": "::1"}):
         result = check_host_name("box", ["127.0.1.1"], interfaces)
-        assert_one_line_with_fix(result, "GLOO_SOCKET_IFNAME")
+        assert_one_line_with_fix(result, "GLOO_SOCKET_IFNAME", status=WARNING)
         assert "GLOO_SOCKET_IFNAME=" not in result.line
 
 
@@ -313,7 +316,7 @@ def test_host_name_that_cannot_be_resolved_is_reported(monkeypatch: pytest.Monke
     """Linux accepts a host name of 64 letters or with two dots in a row. A DNS label has 1 to 63 letters."""
     monkeypatch.setattr(socket, "gethostname", lambda: name)
     result = next(row for row in check_network({}) if row.what == "host name")
-    assert_one_line_with_fix(result, name, "/etc/hosts")
+    assert_one_line_with_fix(result, name, "/etc/hosts", status=WARNING)
 
 
 @pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"])
@@ -374,7 +377,7 @@ def test_taken_rendezvous_port_is_a_warning() -> None:
         port = taken.getsockname()[1]
         result = check_rendezvous_port("127.0.0.1", port)
     assert result.status == WARNING
-    assert_one_line_with_fix(result, f"port {port}", "127.0.0.1", "--standalone")
+    assert_one_line_with_fix(result, f"port {port}", "127.0.0.1", "--standalone", status=WARNING)
     assert check_rendezvous_port("127.0.0.1", port).status == OK
 
 
@@ -433,7 +436,7 @@ def test_untested_torch_versions_are_reported(version: str, status: str) -> None
     assert [result.status for result in results] == [status]
     assert version in results[0].text
     if status != OK:
-        assert_one_line_with_fix(results[0], "2.11")
+        assert_one_line_with_fix(results[0], "2.11", status=status)
 
 
 def test_supported_torch_versions_agree_in_all_files(repository: Path) -> None:
@@ -452,8 +455,7 @@ def test_supported_torch_versions_agree_in_all_files(repository: Path) -> None:
 def test_newer_torch_is_only_a_warning() -> None:
     """pip does not install it, but a user who has it can continue."""
     (result,) = check_combinations({"torch": "2.16.1", "numpy": "2.0.0"}, has_driver=False)
-    assert_one_line_with_fix(result, "2.16.1", "2.11 to 2.15", "pip install 'torch==2.15.*'")
-    assert result.status == WARNING
+    assert_one_line_with_fix(result, "2.16.1", "2.11 to 2.15", "pip install 'torch==2.15.*'", status=WARNING)
     assert DoctorReport({"software": [result]}).problems == []
 
 

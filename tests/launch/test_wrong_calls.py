@@ -220,6 +220,6 @@ def test_doctor_runs_in_an_allocation_without_srun(
 def test_doctor_of_launcher_slurm_runs_without_an_allocation(
     run_main: Any, monkeypatch: pytest.MonkeyPatch, command_text: str
 ) -> None:
-    """doctor submits no job. It prints an error line or findings, and no traceback."""
+    """doctor submits no job, so it is not refused either."""
     monkeypatch.setattr(doctor_command, "run", lambda _: 0)
-    assert run_main(command_text).status in (0, 2)
+    assert run_main(command_text).status == 0
