@@ -86,12 +86,13 @@ USUAL = {"wall": 10.0, "updates": 100, "data": 0.1, "cpu": 5.0, "runqueue": 0.0,
     [
         ({"data": 3.1}, "31 ms per update (1 ms on the other ranks)"),
         ({"throttled": 3.0}, "(cpu.max) 30% of the time"),
+        ({"throttled": 30.0}, "(cpu.max) 100% of the time"),
         ({"stolen": 2.0}, "(steal), 20% of the time"),
         ({"runqueue": 4.0}, "no core 40% of the time"),
         ({"cpu": 9.5}, "it computes (95% of the time"),
         ({"cpu": 1.0}, "neither computes (10% of the time"),
     ],
-    ids=["data", "throttled", "steal", "run queue", "compute", "asleep"],
+    ids=["data", "throttled", "throttled on several CPUs", "steal", "run queue", "compute", "asleep"],
 )
 def test_cause_of_lateness(changes: Mapping[str, float], text: str) -> None:
     """The cause follows from the time and the CPU time that each rank used."""

@@ -144,7 +144,7 @@ def why_late(rank: int, wait_fraction: float, usage: Sequence[Mapping[str, float
         ("runqueue", "it is ready to compute and has no core {:.0%} of the time: other processes, or too many threads"),
     ):
         if excess(name) >= _MIN_EXPLAINED * wait_fraction * wall:
-            return text.format(late_usage[name] / wall)
+            return text.format(min(1.0, late_usage[name] / wall))  # the kernel adds up throttled time over CPUs
     cpu_share = late_usage["cpu"] / wall
     if late_usage["cpu"] >= _MIN_EXPLAINED * (wall - late_usage["data"]):
         return f"it computes ({cpu_share:.0%} of the time on a core): more work than the others, or a slower core"
