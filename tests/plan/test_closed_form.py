@@ -164,7 +164,7 @@ def test_float32_matrix_products_do_not_use_tf32() -> None:
         default_configuration = configure_layout(parse_layout("fsdp:meta=true"), sizes, cluster, 8)
         product_times = [
             predict_step(replace(default_configuration, tf32=tf32), cluster.gpu, cluster.inside, cluster.across).parts[
-                "products"
+                "matrix products"
             ]
             for tf32 in (default_configuration.tf32, 1.0)
         ]

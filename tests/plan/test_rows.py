@@ -88,7 +88,7 @@ def test_equivalent_spellings_of_a_row_give_the_same_row(tmp_path: Path) -> None
         ({"parallel__cp": 3}, "does not divide"),
         ({"parallel__zero_stage": 4}, "zero_stage"),
         ({"precision": "nvfp4"}, "precision nvfp4"),
-        ({"precision": "fp8", "hardware__gpu": "a100"}, "8-bit products"),
+        ({"precision": "fp8", "hardware__gpu": "a100"}, "8-bit matrix products"),
         ({"batch__micro": 0}, "below 1"),
         ({"measured": {"mfu": None}}, "neither a time nor a memory"),
         ({"measured__tokens_s_gpu": "fast"}, "not a number"),

@@ -133,7 +133,7 @@ def _read_row(name: str, row: dict[str, Any]) -> Row:
         degrees["sequence"] = 1  # recommended by Megatron since 2022
     degrees["fp8"] = int(_is_fp8(row))
     if degrees["fp8"] and not gpu.flops_fp8:
-        raise _UnreadableError(f"precision {row['precision']}: {gpu.name} does not support 8-bit products")
+        raise _UnreadableError(f"precision {row['precision']}: {gpu.name} does not support 8-bit matrix products")
     step = _step_seconds(measured, degrees, sizes, gpus, recompute, row)
     memory = _memory_bytes(measured)
     for value, field in ((step, "the time"), (memory, "the memory")):
@@ -398,7 +398,7 @@ def _stack_by_name(
         return STACKS[named]
     if precision.startswith(("fp32", "float32", "tf32")):
         if "tf32" not in precision:
-            assumed.append("products=TF32")
+            assumed.append("precision of matrix products=TF32")
         return STACKS["float32"]
     if "torchtitan" in source:
         return STACKS["torchtitan"]

@@ -25,7 +25,16 @@ __all__ = ["PRIOR", "STEP_PARTS", "Fitted", "StepTime", "collective_seconds", "p
 
 _RAMP = 4e-6  # seconds in which a product fills and drains the chip
 _TILES = ((256, 128, 1.0), (128, 128, 0.92), (64, 64, 0.6))  # rows, columns, share of the peak
-STEP_PARTS = ("products", "bandwidth", "launches", "tensor link", "context link", "data link", "bubble", "optimizer")
+STEP_PARTS = (
+    "matrix products",
+    "bandwidth",
+    "launches",
+    "tensor link",
+    "context link",
+    "data link",
+    "bubble",
+    "optimizer",
+)
 """The parts of a step; their sum is the step."""
 
 
@@ -222,7 +231,7 @@ def predict_step(c: Configurations, gpu: Gpu, inside: Link, across: Link, fitted
 
     num_blocks = c.accumulate * blocks
     parts = {
-        "products": num_blocks * matrix_seconds + c.accumulate * head,
+        "matrix products": num_blocks * matrix_seconds + c.accumulate * head,
         "bandwidth": num_blocks * (compute - matrix_seconds) + c.accumulate * (loss + adding),
         "launches": num_blocks * launches,
         "tensor link": num_blocks * tensor_link,

@@ -148,8 +148,10 @@ def _shortlist(answer: _Answer) -> Iterator[str]:
     yield ("")
     yield (f"{answer['fitting']} of {answer['looked_at']} layouts fit.")
     if not answer["is_ranked"]:
+        count = f"The {len(shortlist)} fastest by prediction, in alphabetical order"
         yield (
-            f"Not ranked, because no measurement covers this ({'; '.join(answer['outside'])}). In alphabetical order:"
+            f"{count if len(shortlist) > 1 else 'The fastest by prediction'}. Not ranked, because no measurement "
+            f"covers {'; '.join(answer['outside'])}:"
         )
     elif len(shortlist) > 1:
         seconds = [choice["step_seconds"] for choice in shortlist]
