@@ -25,7 +25,15 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from silent_bugs import BLIND, FOLDER, MISTAKE, alarms, audited, provenance, with_mistakes
+from silent_bugs import (
+    BLIND_SETS,
+    CORPUS_FOLDER,
+    MISTAKE_MARK,
+    alarms_by_rule,
+    copy_with_mistakes,
+    provenance,
+    run_audit,
+)
 
 from everyrank.audit.finding import Findings
 from everyrank.relations import judge_script
@@ -62,9 +70,9 @@ def pairs(folder: Path) -> list[tuple[Path, list[str], list[str] | None]]:
         )
         if corrected is not None:
             found.append((script, [str(script)], [str(corrected)]))
-        elif MISTAKE in text and "Kind: parallelize" not in text:
+        elif MISTAKE_MARK in text and "Kind: parallelize" not in text:
             found.append((script, [str(script)], [str(script), "--right"]))
-        elif MISTAKE not in text and "Kind:" not in text:
+        elif MISTAKE_MARK not in text and "Kind:" not in text:
             found.append((script, [str(script)], None))
     return [*found, *((script, [str(script)], None) for script in sorted((folder / "correct").glob("*.py")))]
 
@@ -84,18 +92,18 @@ def by_relations(host: ScriptHost, script: Path, words: list[str]) -> dict[str, 
 
 def row(script: Path, wrong: dict[str, Any], right: dict[str, Any] | None) -> dict[str, Any]:
     """One script by one way: which rules or relations found it, whether the marked line is shown, false alarms."""
-    lines = [number for number, text in enumerate(script.read_text().splitlines(), 1) if MISTAKE in text]
+    lines = [number for number, text in enumerate(script.read_text().splitlines(), 1) if MISTAKE_MARK in text]
     if right is None:
         has_mistake = script.stem in UNCORRECTED
         return {
-            "found": list(alarms(wrong)) if has_mistake else [],
+            "found": list(alarms_by_rule(wrong)) if has_mistake else [],
             "line": None,
-            "false": [] if has_mistake else list(alarms(wrong)),
+            "false": [] if has_mistake else list(alarms_by_rule(wrong)),
             "why": wrong.get("not_checked", []),
             "seconds": wrong["seconds"],
         }
-    false = alarms(right)
-    found = {rule: finding for rule, finding in alarms(wrong).items() if rule not in false}
+    false = alarms_by_rule(right)
+    found = {rule: finding for rule, finding in alarms_by_rule(wrong).items() if rule not in false}
     places = [place for finding in found.values() for place in finding["lines"]]
     has_line = any(place.endswith(f"{script.name}:{line}") for place in places for line in lines)
     why = [] if found else [*wrong.get("not_checked", []), *wrong.get("error", [])]
@@ -126,7 +134,7 @@ def run(
                     if c is None
                     else by_relations(host, script, c)
                     if way == "relations"
-                    else audited(Path(c[0]), *c[1:], more=("--no-compare",))
+                    else run_audit(Path(c[0]), *c[1:], audit_flags=("--no-compare",))
                     for c in (words, corrected)
                 ]
                 assert results[0] is not None
@@ -197,11 +205,11 @@ def main() -> None:
     for name in args.sets or [name for name in TITLES if name != "reports" or args.reports]:
         with tempfile.TemporaryDirectory() as scratch:
             if name == "corpus":
-                folder = FOLDER
+                folder = CORPUS_FOLDER
             elif name == "reports":
                 folder = args.reports
             else:
-                folder = with_mistakes(BLIND[int(name.removeprefix("blind"))], Path(scratch))
+                folder = copy_with_mistakes(BLIND_SETS[int(name.removeprefix("blind"))], Path(scratch))
             run(name, folder, args.json, record, ways, args.scripts)
 
 
