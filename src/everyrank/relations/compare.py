@@ -117,7 +117,7 @@ def compare_script(
             num_equal = judge_script(host, python_args, processes, findings, updates, seconds)
     except EveryrankError as error:
         findings.add_unchecked(f"comparison with one rank: not compared, because {error}")
-    except Exception as error:  # the audit never ends by it
+    except Exception as error:  # an error in the comparison must not end the audit
         findings.add_unchecked(
             f"comparison with one rank: not compared, because it failed ({type(error).__name__}: {error})"
         )
@@ -205,8 +205,8 @@ def _judge_against_one(
     """Compare the ranks with one rank. Returns the compared run, its settings, and how many updates are equal."""
     rank_0, imposed, cuts_batches = None, Imposed(recording=many), False
     if script is not None and not num_comparable(many, single)[1]:
-        first_run, text = single, script.read_text(encoding="utf-8", errors="replace")  # as `user_source`
-        single, imposed = _run_with_cut_batches(many, single, text, run_alone)
+        first_run = single
+        single, imposed = _run_with_cut_batches(many, single, script.read_bytes(), run_alone)
         cuts_batches = single is not first_run
     if cuts_batches and many.ranks[0].printed:
         findings.add_unchecked(
@@ -230,7 +230,7 @@ def _judge_against_one(
 
 
 def _run_with_cut_batches(
-    many: ScriptRecording, single: ScriptRecording, source: str, run_alone: Callable[[Imposed], ScriptRecording]
+    many: ScriptRecording, single: ScriptRecording, source: bytes, run_alone: Callable[[Imposed], ScriptRecording]
 ) -> tuple[ScriptRecording, Imposed]:
     """Return a run on one rank that can be compared, and its settings, for a script that cuts its own batches.
 
@@ -243,7 +243,8 @@ def _run_with_cut_batches(
         return single, best_imposed  # each attempt would wait until the time limit, too
     refused = [reason for reason, update in single.ranks[0].facts.get("refused", []) if not update]
     if any(SHAPES_DIFFER in reason for reason in refused):
-        return single, best_imposed  # as the batches of a loader have other shapes, whatever the script cuts
+        # batches of the loader have different shapes on each rank, so no batch size in the script can help
+        return single, best_imposed
     inputs = many.ranks[0].inputs
     num_rows = len(inputs[0][0]) if inputs and inputs[0] and inputs[0][0].dim() else 1
     sizes = sizes_that_divide(source, num_rows)[:_MAX_SIZES]
@@ -260,7 +261,7 @@ def _run_with_cut_batches(
 
 
 def _with_same_inputs(many: ScriptRecording, single: ScriptRecording) -> ScriptRecording:
-    """The run, not comparable from the first update on in which its model gets different samples from the ranks."""
+    """Return the run, marked as not comparable from the first update in which its samples differ from the ranks'."""
     count = num_with_same_inputs(many, single)
     if count >= min(len(rank.updates) for rank in (*many.ranks, single.ranks[0])):
         return single
@@ -288,7 +289,9 @@ def _judge_short_epochs(
 
     many = run_short(processes, Imposed())
     if many.failure or misses_evaluation(many, ".eval()"):
-        reason = f"the script fails with shortened epochs ({many.failure})" if many.failure else "none was reached"
+        reason = "no evaluation was reached"
+        if many.failure:
+            reason = f"the script fails with shortened epochs ({many.failure})"
         findings.add_unchecked(f"numbers of evaluations against one rank: {reason}")
         return
     single, rank_0 = (run_short(1, Imposed(recording=many, only_rank=rank, parameters=rank == 0)) for rank in (None, 0))
@@ -407,7 +410,7 @@ def _with_more_runs(
             judge(host, findings)
     except EveryrankError as error:
         findings.add_unchecked(f"{name}: {error}")
-    except Exception as error:  # the audit never ends by it
+    except Exception as error:  # an error in the comparison must not end the audit
         findings.add_unchecked(f"{name}: the comparison failed ({type(error).__name__}: {error})")
     seconds = time.monotonic() - start
     return dataclasses.replace(
