@@ -82,6 +82,7 @@ class RelationResults:
     seconds    total time of all runs
     num_equal  number of updates in which the ranks compute the same as one rank, up to rounding
     refuted    rules of the audit whose findings are no mistakes, as the comparison has shown
+    num_runs   number of runs of the script
     """
 
     findings: tuple[Finding, ...]
@@ -89,6 +90,7 @@ class RelationResults:
     seconds: float
     num_equal: int = 0
     refuted: frozenset[str] = frozenset()
+    num_runs: int = 0
 
 
 def compare_script(
@@ -112,8 +114,9 @@ def compare_script(
 
     """
     start, findings, num_equal = time.monotonic(), Findings(), 0
+    host = ScriptHost(python_args, timeout_seconds, pretend_cuda, processes)
     try:
-        with ScriptHost(python_args, timeout_seconds, pretend_cuda, processes) as host:
+        with host:
             num_equal = judge_script(host, python_args, processes, findings, updates, seconds)
     except EveryrankError as error:
         findings.add_unchecked(f"comparison with one rank: not compared, because {error}")
@@ -123,7 +126,7 @@ def compare_script(
         )
     elapsed_seconds = time.monotonic() - start
     results = tuple(findings.worst_first()), tuple(findings.unchecked), elapsed_seconds, num_equal
-    return RelationResults(*results, refuted=frozenset(findings.refuted))
+    return RelationResults(*results, refuted=frozenset(findings.refuted), num_runs=host.num_runs)
 
 
 def judge_script(
@@ -322,8 +325,8 @@ def _slowdown() -> float:
 def joined_findings(by_rules: Sequence[Finding], by_relations: Sequence[Finding]) -> list[Finding]:
     """Join findings of the same mistake: a difference becomes a consequence of a rule's finding that explains it.
 
-    A finding without a cause (`gradient.unexplained`) becomes the consequence of a difference whose line is known. A
-    difference that no rule explains stays a separate finding.
+    A finding without a cause (`gradient.unexplained`) becomes the consequence of a difference on another line, if that
+    is known. A difference that no rule explains stays a separate finding.
     """
     joined, unexplained = list(by_rules), list[Finding]()
     for finding in by_relations:
@@ -336,15 +339,20 @@ def joined_findings(by_rules: Sequence[Finding], by_relations: Sequence[Finding]
             continue
         cause = next((each for each in causes if each.location == finding.location), causes[0])
         index = joined.index(cause)
-        if cause.rule.endswith(".unexplained") and finding.location != cause.location:
-            other_lines = tuple(dict.fromkeys((*finding.other_lines, cause.location, *cause.other_lines)))
+        if cause.rule.endswith(".unexplained") and finding.location not in ("", cause.location):
             text = f"{finding.text}. Rule {cause.rule}: {cause.text}"
-            joined[index] = dataclasses.replace(finding, text=text, other_lines=other_lines)
+            joined[index] = _with_lines_of(finding, cause, text)
         else:
-            other_lines = tuple(dict.fromkeys((*cause.other_lines, finding.location, *finding.other_lines)))
             text = f"{cause.text}. Comparison with one rank: {finding.text}"
-            joined[index] = dataclasses.replace(cause, text=text, other_lines=other_lines)
+            joined[index] = _with_lines_of(cause, finding, text)
     return sorted([*joined, *unexplained], key=lambda finding: LEVELS.index(finding.level))
+
+
+def _with_lines_of(finding: Finding, other: Finding, text: str) -> Finding:
+    """Return the finding with this text, and with the lines of the other finding that are known and not its own."""
+    lines = dict.fromkeys((*finding.other_lines, other.location, *other.other_lines))
+    other_lines = tuple(line for line in lines if line not in ("", finding.location))
+    return dataclasses.replace(finding, text=text, other_lines=other_lines)
 
 
 def why_not_compared(python_args: Sequence[str], options: AuditOptions, environment: Mapping[str, str]) -> str:
@@ -368,14 +376,14 @@ def with_comparison(audit: Audit, options: AuditOptions) -> Audit:
         for finding in audit.findings
         if finding.rule not in comparison.refuted and not (are_equal and finding.refuted_if_equal_to_one_rank)
     ]
-    result = "the script ran again for the comparison with one rank"
+    result = "the script ran again for the comparison with one rank" if comparison.num_runs else ""
     if are_equal:
         result = f"{audit.world_size} ranks compute the same as one in {comparison.num_equal} updates, up to rounding"
     return dataclasses.replace(
         audit,
         findings=tuple(joined_findings(remaining, comparison.findings)),
         unchecked=tuple(dict.fromkeys((*audit.unchecked, *comparison.unchecked))),
-        altered=(*audit.altered, f"{result} ({comparison.seconds:.0f} s)"),
+        altered=(*audit.altered, *([f"{result} ({comparison.seconds:.0f} s)"] if result else [])),
         seconds=audit.seconds + comparison.seconds,
     )
 
@@ -386,7 +394,7 @@ def with_resume(audit: Audit, options: AuditOptions, command: ResumeCommand) -> 
     def judge(host: ScriptHost, findings: Findings) -> None:
         judge_resume(host, audit.python_args, audit.world_size, command, findings)
 
-    return _with_more_runs(audit, options, "resume", "three times more, to be resumed", judge)
+    return _with_more_runs(audit, options, "resume", "to be resumed", judge)
 
 
 def with_settings(audit: Audit, options: AuditOptions, more_args: Sequence[str]) -> Audit:
@@ -395,29 +403,34 @@ def with_settings(audit: Audit, options: AuditOptions, more_args: Sequence[str])
     def judge(host: ScriptHost, findings: Findings) -> None:
         judge_settings(host, audit.python_args, audit.world_size, more_args, findings)
 
-    return _with_more_runs(audit, options, "--same", "twice more, to compare settings", judge)
+    return _with_more_runs(audit, options, "--same", "to compare settings", judge)
 
 
 def _with_more_runs(
-    audit: Audit, options: AuditOptions, name: str, runs: str, judge: Callable[[ScriptHost, Findings], None]
+    audit: Audit, options: AuditOptions, name: str, purpose: str, judge: Callable[[ScriptHost, Findings], None]
 ) -> Audit:
     start, findings = time.monotonic(), Findings()
     why_not = why_not_compared(audit.python_args, options, os.environ)
     if why_not:
         return dataclasses.replace(audit, unchecked=(*audit.unchecked, f"{name}: {why_not}"))
+    host = ScriptHost(audit.python_args, options.timeout_seconds, options.pretend_cuda, audit.world_size)
     try:
-        with ScriptHost(audit.python_args, options.timeout_seconds, options.pretend_cuda, audit.world_size) as host:
+        with host:
             judge(host, findings)
     except EveryrankError as error:
         findings.add_unchecked(f"{name}: {error}")
     except Exception as error:  # an error in the comparison must not end the audit
         findings.add_unchecked(f"{name}: the comparison failed ({type(error).__name__}: {error})")
     seconds = time.monotonic() - start
+    times = {1: "once", 2: "twice"}.get(host.num_runs, f"{host.num_runs} times")
     return dataclasses.replace(
         audit,
         findings=tuple(sorted((*audit.findings, *findings), key=lambda finding: LEVELS.index(finding.level))),
         unchecked=tuple(dict.fromkeys((*audit.unchecked, *findings.unchecked))),
-        altered=(*audit.altered, f"the script ran {runs} ({seconds:.0f} s)"),
+        altered=(
+            *audit.altered,
+            *([f"the script ran {times} more, {purpose} ({seconds:.0f} s)"] if host.num_runs else []),
+        ),
         seconds=audit.seconds + seconds,
     )
 
