@@ -27,7 +27,7 @@ from everyrank.cli import main
 from everyrank.errors import RankFailedError
 from everyrank.launch import Launch, RankInfo, run_ranks
 from everyrank.launch.autopsy import hang_autopsy
-from everyrank.launch.autopsy.rank_views import RankView
+from everyrank.launch.autopsy.rank_views import RankView, read_rank_views
 from everyrank.launch.autopsy.verdict import verdict
 from everyrank.launch.host_info import pid_namespace, start_time
 from everyrank.world import calls as recorder
@@ -252,6 +252,31 @@ def test_autopsy_signals_no_process_without_a_handler(tmp_path: Path) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("seconds", [3.0, 60.0])
+@pytest.mark.parametrize("is_unique", [True, False])
+def test_ranks_of_an_earlier_start_are_left_out(tmp_path: Path, seconds: float, is_unique: bool) -> None:
+    """Two starts of `torchrun --nnodes 2` have the same variables. Files of the first one do not explain the second."""
+    state = {"job": "x", "size": 2, "host": "far", "space": "another", "pid": 4, "main": 17, "is_unique": is_unique}
+    for rank in range(2):
+        (tmp_path / f"rank{rank}.state").write_text(json.dumps(state | {"rank": rank, "began": 9.0 - rank}))
+        (tmp_path / f"rank{rank}.seen").write_text(json.dumps({"time": 1.0, "frames": []}))
+    (tmp_path / "rank1.answer").write_text(json.dumps({"time": 1.0, "frames": [], "ended": True}))
+    earlier = time.time() - seconds
+    for path in tmp_path.glob("rank1.*"):
+        os.utime(path, (earlier, earlier))
+    text = str(hang_autopsy(tmp_path, timeout_seconds=0.1))
+    assert ("rank 1 has ended its work" in text) is (is_unique or seconds < 10)
+
+
+def test_newest_job_is_that_of_the_newest_files(tmp_path: Path) -> None:
+    """A host that has been up for longer has larger start times, also for an older job."""
+    for rank, job, began in ((0, "new", 100.0), (1, "old", 5000.0)):
+        state = {"job": job, "rank": rank, "size": 2, "host": "far", "space": "another", "pid": 4, "main": 17}
+        (tmp_path / f"rank{rank}.state").write_text(json.dumps(state | {"began": began}))
+    os.utime(tmp_path / "rank1.state", (1e9, 1e9))
+    assert [view.rank for view in read_rank_views(tmp_path, 0.1)] == [0]
 
 
 def test_abort_of_a_rank_on_another_host(tmp_path: Path) -> None:

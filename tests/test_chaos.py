@@ -22,6 +22,7 @@ from everyrank.errors import EveryrankError
 from everyrank.layout import parse_layout
 from everyrank.record import Parity, Record, read_records, write_records
 from everyrank.report.chaos import has_held, print_chaos
+from everyrank.train.guard import _ranks_that_differ
 from processes import Cli, only_error_line, refusal_message
 from resuming import WORKLOAD
 
@@ -196,9 +197,33 @@ def test_report_prints_the_table_of_saved_chaos_records(tmp_path: Path, capsys: 
 
 def test_flipped_bits_that_cannot_be_detected() -> None:
     """They are in layouts without replicas, or in layouts that broadcast all parameters in each update."""
-    for layout, is_detected in (("ddp", True), ("fsdp:replicate=2,shard=2", True), ("fsdp", False), ("zero1", False)):
+    layouts = {
+        **dict.fromkeys(("ddp", "fsdp:replicate=2,shard=2", "pipeline:pipeline=2,replicate=2", "context"), True),
+        "ddp:tensor=2,replicate=2": True,
+        **dict.fromkeys(
+            ("fsdp", "zero1", "local_sgd", "pipeline", "tensor", "expert", "single", "ddp:tensor=4"), False
+        ),
+    }
+    for layout, is_detected in layouts.items():
         assert (why_unnoticed("flipped-bit", parse_layout(layout), 4) == "") is is_detected, layout
         assert not any(why_unnoticed(name, parse_layout(layout), 4) for name in FAULTS if name != "flipped-bit")
+
+
+@pytest.mark.parametrize(
+    ("groups", "reported_ranks"),
+    [
+        ([[0], [1]], [0, 1]),  # either may be right
+        ([[0, 1], [2, 3]], [0, 1, 2, 3]),
+        ([[0, 1, 3], [2]], [2]),
+        ([[0], [1, 2, 3, 4]], [0]),
+        ([[1], [2], [0, 3, 4]], [1, 2]),
+        ([[12], [0, 1, 2]], [12]),
+    ],
+)
+def test_flipped_bit_is_reported_in_the_words_of_the_guard(groups: list[list[int]], reported_ranks: list[int]) -> None:
+    line = f"after update 12: {_ranks_that_differ('model/0.weight', groups)}; all replicas were equal after update 4"
+    fault = FAULTS["flipped-bit"]
+    assert [rank for rank in range(13) if fault.is_reported_in(line, rank)] == reported_ranks
 
 
 # --- invalid arguments, failing runs, and imports

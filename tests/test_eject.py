@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import codecs
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from everyrank.eject.sources import _data_beside, _imported_files, _redirect_imports
 from processes import Cli, only_error_line, refusal_message
 
 RUFF = Path(sys.executable).with_name("ruff")
@@ -301,6 +303,18 @@ def test_source_of_built_in_workloads_is_one_file_without_everyrank(tmp_path: Pa
     ended = subprocess.run([RUFF, *arguments, tmp_path], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stdout
     assert len(list(tmp_path.iterdir())) == len(BUILT_IN)
+
+
+def test_files_of_a_workload_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """Some editors of Windows write one."""
+    (tmp_path / "layers.py").write_bytes(codecs.BOM_UTF8 + b"WIDTH = 'widths.csv'\n")
+    (tmp_path / "widths.csv").touch()
+    path = tmp_path / "workload.py"
+    path.write_bytes(codecs.BOM_UTF8 + b"from layers import WIDTH\n")
+    files = _imported_files(path)
+    assert [file.name for file in files] == ["layers.py", "workload.py"]
+    assert [file.name for file in _data_beside(files)[0]] == ["widths.csv"]
+    assert _redirect_imports(path, {}, "task") == "from layers import WIDTH\n"
 
 
 @pytest.mark.integration

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
 import signal
+import tempfile
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from everyrank.errors import RankFailedError
 from everyrank.launch import RankInfo
-from everyrank.script import read_command
+from everyrank.script import read_command, watching
 from everyrank.script.command import can_preload_torch
 from everyrank.script.variables import rank_variables
 from processes import Cli, refusal_message
@@ -192,12 +197,111 @@ def test_hang_is_explained_under_torchrun(cli: Cli, train: Path, tmp_path: Path,
     assert running.process.poll() is None
 
 
+def test_watch_that_cannot_write_does_not_end_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank of Ray, whose folder below the temporary one belongs to somebody else, runs without the watch."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "256")  # the watch would set it
+    (tmp_path / f"everyrank-{os.getuid()}").symlink_to(tmp_path)
+    watching.watch(RankInfo(0, 0, 1, 1, "ray", ""), 300.0)
+    err = capsys.readouterr().err
+    assert "everyrank: not watched: " in err
+    assert "belongs to another user; set TMPDIR to your own folder" in err
+
+
+def test_watch_deletes_only_folders_without_recent_files(tmp_path: Path) -> None:
+    """A rank that runs for weeks writes to its files, which does not change the time of their folder."""
+    for name in ("running", "ended", "empty"):
+        (tmp_path / name).mkdir()
+    for name in ("running", "ended"):
+        (tmp_path / name / "rank0.seen").touch()
+    eight_days_ago = time.time() - 8 * 86_400
+    for path in (tmp_path / "ended" / "rank0.seen", *tmp_path.iterdir()):
+        os.utime(path, (eight_days_ago, eight_days_ago))
+    watching._delete_old_folders(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["running"]
+
+
+LOCAL = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+TORCHRUN = LOCAL | {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (TORCHRUN, False),  # concurrent starts of torchrun, with ports of their own
+        (LOCAL | {"LOCAL_WORLD_SIZE": "2"}, True),  # ranks from two terminals
+        (LOCAL, True),
+        ({"WORLD_SIZE": "2", "LOCAL_SIZE": "2"}, False),
+    ],
+)
+def test_watched_ranks_of_one_host_have_the_same_folder(
+    environment: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent process distinguishes the starts of a launcher, but not ranks that a user starts one by one."""
+    parents = map(str, itertools.count())
+    monkeypatch.setattr(watching, "_launcher_process", lambda _: next(parents))
+    ranks = [watching._run_from_environment({**environment, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    runs = [run for run in ranks if run is not None]
+    assert [(run.rank, run.size, run.is_one_host) for run in runs] == [(0, 2, True), (1, 2, True)]
+    assert (runs[0].key == runs[1].key) is expected
+    assert runs[0].is_unique is not expected
+
+
+def test_watched_ranks_of_mpich_on_several_hosts_have_a_folder_for_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPICH sets no variable that differs between starts; the process of mpiexec on each host knows its address."""
+
+    def run_of(port: int, proxy: int) -> Any:
+        command = ["/usr/bin/hydra_pmi_proxy", "--control-port", f"n0:{port}", "--proxy-id", str(proxy)]
+        parents = [SimpleNamespace(cmdline=list), SimpleNamespace(cmdline=lambda: command)]
+        monkeypatch.setattr(watching.psutil, "Process", lambda: SimpleNamespace(parents=lambda: parents))
+        numbers = {"PMI_RANK": str(2 * proxy), "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+        return watching._run_from_environment(numbers | LOCAL | {"WORLD_SIZE": "4"})
+
+    assert run_of(4000, 0).key == run_of(4000, 1).key != run_of(4001, 0).key
+    assert not run_of(4000, 0).is_one_host
+
+
+@dataclasses.dataclass
+class Store:
+    """The attributes of torch's `TCPStore`, in a `PrefixStore`."""
+
+    host: str = ""
+    port: int = 0
+
+    def group(self, rank: int) -> Any:
+        """Return the functions of `torch.distributed` after `init_process_group(init_method=...)`."""
+        prefix = SimpleNamespace(underlying_store=SimpleNamespace(underlying_store=self))
+        world = SimpleNamespace(_get_default_store=lambda: prefix)
+        return SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: 2, distributed_c10d=world)
+
+
+@pytest.mark.parametrize(
+    ("store", "is_one_host", "has_address"),
+    [(Store("n0", 29500), False, True), (Store("localhost", 29500), True, True), (Store(), True, False)],
+)
+def test_watched_ranks_without_launcher_find_each_other_by_their_store(
+    store: Store, is_one_host: bool, has_address: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that call `init_process_group(init_method="tcp://...")` have different parents, or different hosts."""
+    parents = map(str, itertools.count())
+    monkeypatch.setattr(watching, "_launcher_process", lambda _: next(parents))
+    runs = [watching._run_of_group(store.group(rank)) for rank in range(2)]
+    assert (runs[0].key == runs[1].key) is has_address
+    assert (runs[0].is_one_host, runs[0].is_unique) == (is_one_host, not has_address)
+    if has_address:
+        other = dataclasses.replace(store, port=29501)
+        assert watching._run_of_group(other.group(0)).key != runs[0].key
+
+
 def test_watch_keeps_traceback_and_exit_code(cli: Cli, tmp_path: Path) -> None:
     """A failing script has the same traceback and exit code as without `watch`."""
     (tmp_path / "fail.py").write_text("import sys\nprint(sys.argv, __name__)\nraise KeyError('lr')\n")
     running = cli.start(tmp_path, "watch", "fail.py", "--lr", "1", is_forked=False)
     status, out, err = running.end()
     assert (status, out) == (1, "['fail.py', '--lr', '1'] __main__\n")
+    assert err.splitlines()[0] == "Traceback (most recent call last):"
     assert err.splitlines()[-1] == "KeyError: 'lr'"
 
 

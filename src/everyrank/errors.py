@@ -200,6 +200,9 @@ def printable(text: str) -> str:
 
 
 def signal_text(number: int) -> str:
-    """`SIGKILL`, with what it often means."""
-    name = signal.Signals(number).name
+    """`SIGKILL`, with what it often means; `signal 41` for a number without a name, such as a real-time signal."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
     return f"{name} (often out of memory)" if name == "SIGKILL" else name

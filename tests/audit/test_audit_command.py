@@ -7,11 +7,14 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from auditing import SCRIPTS, line_numbers_with
+from everyrank.audit import start
 from processes import Cli
 
 MISTAKE = ("        sampler.set_epoch(epoch)\n", "")
@@ -48,6 +51,37 @@ def test_finding_is_printed_with_its_line(cli: Cli, tmp_path: Path) -> None:
     assert "<script" not in page
     assert (tmp_path / "last.pt").read_text() == "of an earlier run"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.html", "found.json", "last.pt", "train.py"]
+
+
+@pytest.mark.parametrize(
+    ("cpu_seconds_at", "status"),
+    [
+        (lambda clock: (clock, 0.0), "finished"),
+        # a worker that uses 8 cores ends after 20 s; its parent waits for it, or does not, and goes on with one core
+        (lambda clock: (8 * clock, 0.0) if clock < 20 else (clock - 20, 160.0), "finished"),
+        (lambda clock: (8 * clock, 0.0) if clock < 20 else (clock - 20, 0.0), "finished"),
+        (lambda clock: (0.0, clock), "finished"),  # a compiler for each file
+        (lambda _: (2.0, 0.0), "hangs"),
+        (lambda clock: (8 * clock, 0.0) if clock < 20 else (0.0, 0.0), "hangs"),
+    ],
+)
+def test_script_that_computes_does_not_hang(
+    cpu_seconds_at: Any, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script without an event for 60 seconds hangs, unless it or one of its children has used the CPU."""
+    clock = [0.0]
+
+    def cpu_times() -> SimpleNamespace:
+        own, of_children = cpu_seconds_at(clock[0])
+        return SimpleNamespace(user=own, system=0.0, children_user=of_children, children_system=0.0)
+
+    fake = SimpleNamespace(children=lambda recursive: [], cpu_times=cpu_times)
+    monkeypatch.setattr(start, "psutil", SimpleNamespace(Process=lambda _: fake, Error=start.psutil.Error))
+    fake_time = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda _: clock.__setitem__(0, clock[0] + 1.0))
+    monkeypatch.setattr(start, "time", fake_time)
+    popen: Any = SimpleNamespace(pid=1, poll=lambda: 0 if clock[0] >= 200 else None)
+    processes: Any = [SimpleNamespace(process=popen)]
+    assert start._wait(processes, tmp_path, 0.0, 60.0, 300.0, lambda _: None) == status
 
 
 INVALID_ARGUMENTS = [

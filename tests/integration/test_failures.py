@@ -28,7 +28,7 @@ SAYS = {
     "raises": "my_workload.py:{line} in loss: RuntimeError: boom",
     "killed": "ended by SIGKILL (often out of memory)",
     "exits": "exited with status 3 before its work was done",
-    "memory": "killed for memory (SIGKILL)",
+    "memory": "ran out of memory (oom_kill)",
 }
 USE_UP_MEMORY = """
 def use_up_memory():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from everyrank.errors import RankFailedError
+from everyrank.errors import RankFailedError, WorkloadError
 from everyrank.launch import Launch, reports
 from everyrank.launch.autopsy.rank_state import forget_hang, hang_report, report_hang
 from everyrank.launch.autopsy.rank_views import RankView
@@ -75,6 +76,54 @@ def test_error_of_a_missing_result_names_the_rank_and_its_log(tmp_path: Path, mo
     with pytest.raises(RankFailedError, match=r"rank 1 of 2 returned no result") as error_info:
         reports.Reports(tmp_path, tmp_path, 2, range(2), Launch(processes=2)).results(needs_all=True)
     assert error_info.value.log == tmp_path / "rank1.log"
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        (-9, "ended by SIGKILL (often out of memory)"),
+        (-41, "ended by signal 41"),  # a real-time signal, such as that for stacks
+        (3, "exited with status 3 before its work was done"),
+    ],
+)
+def test_end_of_a_rank_without_an_error_is_named(tmp_path: Path, code: int, cause: str) -> None:
+    row = reports.exit_row(1, code)
+    error = reports_of_two_ranks(tmp_path).root_cause([row])
+    assert str(error) == f"rank 1 of 2 on {row['host']}: {cause}"
+
+
+def reports_of_two_ranks(folder: Path) -> reports.Reports:
+    """Return the reports of a job with two ranks."""
+    return reports.Reports(folder, folder, 2, range(2), Launch(processes=2))
+
+
+@pytest.mark.parametrize(
+    ("messages", "kind"),
+    [
+        (["w.py:12 in loss: ValueError: expected 3"] * 2, WorkloadError),
+        ([f"w.py:12 in loss: ValueError: sample {rank}: bad" for rank in range(2)], WorkloadError),
+        ([f"update 1: w.py:12 in <lambda>: KeyError: 'a{rank}: b'" for rank in range(2)], WorkloadError),
+        ([f"w.py:12 in loss: AssertionError{': odd' * rank}" for rank in range(2)], WorkloadError),
+        ([f"sample {rank} has no label" for rank in range(2)], WorkloadError),
+        ([f"w.py:{12 + rank} in loss: ValueError: expected 3" for rank in range(2)], RankFailedError),
+        (["w.py:12 in loss: ValueError: a", "w.py:12 in loss: KeyError: a"], RankFailedError),
+        (["there is no data", "the loss is no tensor"], RankFailedError),
+    ],
+)
+def test_error_of_all_ranks_is_a_wrong_workload(
+    tmp_path: Path, messages: list[str], kind: type[RankFailedError | WorkloadError]
+) -> None:
+    """Ranks have the same error if its line and type are the same: its text may name their samples."""
+    for rank, message in enumerate(messages):
+        row = reports.exit_row(rank, 0) | {"kind": "WorkloadError", "message": message, "has_frames": False}
+        (tmp_path / f"rank{rank}.error").write_text(json.dumps(row))
+    assert type(reports_of_two_ranks(tmp_path).root_cause([])) is kind
+
+
+def test_process_file_that_a_restarted_rank_deletes_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "rank0.pid").write_text("17 16")
+    (tmp_path / "rank1.pid").symlink_to("deleted")
+    assert reports_of_two_ranks(tmp_path).processes() == [(17, 16)]
 
 
 def test_job_name_is_equal_on_all_hosts(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import codecs
+from pathlib import Path
 
 import pytest
 
+from everyrank.port.run import read_script
 from everyrank.port.source import NotPortedError, ScriptSource
 
 TABBED = "import torch\n\n\ndef main():\n\tfor x in [1]:\n\t\tsave(x,  'ä',\n\t\t     2)  # why\n"
@@ -20,6 +23,12 @@ def test_text_without_edits_is_unchanged() -> None:
     """The lines end with a line feed, or with the two characters of Windows."""
     for script in (TABBED, TABBED.replace("\n", "\r\n")):
         assert ScriptSource(script).edited() == script
+
+
+def test_script_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """Some editors of Windows write one."""
+    (tmp_path / "train.py").write_bytes(codecs.BOM_UTF8 + TABBED.encode())
+    assert ScriptSource(read_script(tmp_path / "train.py")).text == TABBED
 
 
 def test_statement_under_a_condition_keeps_tabs_and_comments() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from everyrank.audit.finding import Findings
-from everyrank.relations import judge_script
+from everyrank.relations import compare, judge_script
 from everyrank.relations.compare import _run_with_cut_batches
 from everyrank.relations.ranks import num_with_same_inputs
 from everyrank.rerun import ScriptHost
@@ -143,6 +145,25 @@ def test_model_inputs_are_compared_in_every_update(
     assert num_with_same_inputs(recording(ranks), recording([single_rank])) == expected
 
 
+def test_script_with_a_byte_order_mark_is_run_with_larger_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some editors of Windows write one. The names of its integers are tried as batch sizes."""
+    script, sizes = tmp_path / "train.py", list[str]()
+    script.write_bytes(codecs.BOM_UTF8 + b"prompts = 3")
+    monkeypatch.setattr(compare, "num_comparable", lambda *_: (0, False))
+    monkeypatch.setattr(compare, "judge_ranks", lambda *_: 0)
+    rank = SimpleNamespace(facts={}, inputs=[[torch.zeros(6, 2)]], updates=[], printed=[])
+    recording: Any = SimpleNamespace(ranks=[rank], failure="")
+
+    def run_alone(imposed: Any) -> Any:
+        sizes.append(imposed.larger)
+        return recording
+
+    compare._judge_against_one(recording, recording, script, run_alone, Findings())
+    assert "prompts" in sizes
+
+
 def test_loader_batches_of_different_shapes_are_not_rerun_with_larger_batches() -> None:
     """Each batch is padded to its longest text. Larger batch sizes in the script cannot make the shapes fit."""
 
@@ -153,7 +174,9 @@ def test_loader_batches_of_different_shapes_are_not_rerun_with_larger_batches() 
         return SimpleNamespace(ranks=[SimpleNamespace(facts=facts, inputs=[], updates=[])], failure="")
 
     single_rank_recording = recording(refused=[[SHAPES_DIFFER, 0]])
-    assert _run_with_cut_batches(recording(), single_rank_recording, "BATCH = 8", run_alone)[0] is single_rank_recording
+    assert (
+        _run_with_cut_batches(recording(), single_rank_recording, b"BATCH = 8", run_alone)[0] is single_rank_recording
+    )
 
 
 def test_tensor_of_sums_and_counts_is_not_merged_like_a_batch(host: tuple[ScriptHost, Path]) -> None:

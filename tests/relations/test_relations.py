@@ -785,6 +785,24 @@ def test_rule_explains_only_its_kind_of_difference() -> None:
     assert "changed in between" in joined_finding.text
 
 
+@pytest.mark.parametrize(
+    ("rule", "location", "other_lines"),
+    [
+        ("gradient.unexplained", "", ()),  # for example an optimizer step in a library
+        ("gradient.unexplained", "train.py:5", ()),
+        ("gradient.scale", "", ()),
+        ("gradient.scale", "train.py:9", ("train.py:9",)),
+    ],
+)
+def test_joined_finding_keeps_its_line(rule: str, location: str, other_lines: tuple[str, ...]) -> None:
+    """A difference whose line is unknown does not replace a known line, and adds no empty one."""
+    rule_finding = Finding("WARN", rule, "train.py:5", "changed in between")
+    (joined_finding,) = joined_findings([rule_finding], [Finding("WARN", "ranks.gradient", location, "it differs")])
+    assert (joined_finding.rule, joined_finding.location) == (rule, "train.py:5")
+    assert joined_finding.other_lines == other_lines
+    assert "it differs" in joined_finding.text
+
+
 ONE_TASK_PER_RANK = """
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset

@@ -13,7 +13,8 @@ import everyrank.relations
 import everyrank.relations.compare as compare_module
 from everyrank.audit import Audit, AuditOptions, Finding
 from everyrank.commands.audit import _compared
-from everyrank.relations import RelationResults, with_comparison
+from everyrank.errors import CannotRunError
+from everyrank.relations import RelationResults, with_comparison, with_resume, with_settings
 
 OPTIONS = AuditOptions()
 AUDIT = Audit(("train.py",), 2, 12, 5.0, (), (), ())
@@ -91,3 +92,50 @@ def test_comparison_without_difference_refutes_findings_about_ranks(
     monkeypatch.setattr(compare_module, "compare_script", lambda *_, **__: results)
     audit = with_comparison(dataclasses.replace(AUDIT, findings=(rank_finding, FAIL)), OPTIONS)
     assert [finding.rule for finding in audit.findings] == expected_rules
+
+
+@pytest.mark.parametrize(
+    ("num_runs", "altered"),
+    [
+        (0, []),  # the host does not start
+        (1, ["the script ran once more, to be resumed (0 s)", "the script ran once more, to compare settings (0 s)"]),
+        (
+            3,
+            [
+                "the script ran 3 times more, to be resumed (0 s)",
+                "the script ran 3 times more, to compare settings (0 s)",
+            ],
+        ),
+    ],
+)
+def test_audit_counts_the_runs_of_the_script_that_happened(
+    monkeypatch: pytest.MonkeyPatch, num_runs: int, altered: list[str]
+) -> None:
+    """A script that saves no checkpoint runs only once for the comparison of a resumed training."""
+
+    class Host:
+        def __init__(self, *_: object) -> None:
+            self.num_runs = 0
+
+        def __enter__(self) -> Any:
+            if not num_runs:
+                raise CannotRunError("cannot create a temporary folder")
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    def run(host: Any, *_: object) -> int:
+        host.num_runs += num_runs
+        return 0
+
+    monkeypatch.setattr(compare_module, "ScriptHost", Host)
+    monkeypatch.setattr(compare_module, "why_not_compared", lambda *_: "")
+    for name in ("judge_script", "judge_resume", "judge_settings"):
+        monkeypatch.setattr(compare_module, name, run)
+    resume: Any = None
+    results = [with_resume(AUDIT, OPTIONS, resume), with_settings(AUDIT, OPTIONS, ["--lr", "1"])]
+    assert [line for audit in results for line in audit.altered] == altered
+    assert all(bool(audit.unchecked) is not bool(num_runs) for audit in results)
+    compared = with_comparison(AUDIT, OPTIONS)
+    assert compared.altered == (("the script ran again for the comparison with one rank (0 s)",) if num_runs else ())

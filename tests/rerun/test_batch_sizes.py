@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import codecs
 
 import pytest
 
@@ -43,7 +44,13 @@ def test_integer_with_a_given_name_is_multiplied() -> None:
     tree = ast.parse(SCRIPT)
     with_larger_batches(tree, 2, "prompts")
     assert ast.unparse(tree) == ast.unparse(ast.parse(SCRIPT.replace("prompts=3", "prompts=6")))
-    assert sizes_that_divide(SCRIPT, 6) == ["prompts"]
+    assert sizes_that_divide(SCRIPT.encode(), 6) == ["prompts"]
+
+
+def test_names_of_integers_are_found_in_a_script_with_any_encoding() -> None:
+    """Some editors of Windows begin a script with a byte order mark, and others write Latin-1."""
+    assert sizes_that_divide(codecs.BOM_UTF8 + SCRIPT.encode(), 6) == ["prompts"]
+    assert sizes_that_divide("# coding: latin-1\nanzahl_für_jeden = 3".encode("latin-1"), 6) == ["anzahl_für_jeden"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,10 @@ import pytest
 import torch
 
 from everyrank.cli import main
+from everyrank.errors import EveryrankError
 from everyrank.record import read_records
 from everyrank.runs import checkpoints_of
+from everyrank.train.trackers import open_tracker
 from processes import Cli, only_error_line, refusal_message
 from resuming import WIDTH_ARGS, WORKLOAD, logged_updates, read_csv
 
@@ -309,6 +313,48 @@ def test_wandb_writes_into_the_run_folder(cli: Cli, tmp_path: Path) -> None:
     (wandb_run,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     (wandb_file,) = wandb_run.glob("*.wandb")
     assert b"eval_loss" in wandb_file.read_bytes()
+
+
+def test_tensorboard_of_a_run_restarted_before_its_first_checkpoint(tmp_path: Path) -> None:
+    """The second start begins at step 0 in the same folder. Each update appears once."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for num_updates, loss in ((5, 1.0), (3, 2.0)):
+        tracker = open_tracker("tensorboard", tmp_path, {}, 0)
+        for step in range(1, num_updates + 1):
+            tracker.log(step, {"loss": loss})
+        tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(scalar.step, scalar.value) for scalar in events.Scalars("loss")] == [(1, 2.0), (2, 2.0), (3, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "error", "message"),
+    [
+        ("", "no key", "no key; WANDB_MODE=offline needs neither key nor network"),
+        ("online", "", "ValueError; WANDB_MODE=offline needs neither key nor network"),
+        ("offline", "[Errno 20] Not a directory: 'run'", "[Errno 20] Not a directory: 'run'"),
+        (
+            "off",
+            "1 validation error\nmode\n  Input should be 'online'",
+            "1 validation error mode Input should be 'online'",
+        ),
+    ],
+)
+def test_error_of_wandb_is_one_line(
+    mode: str, error: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has all lines of the error, and advises the offline mode only if it is online."""
+
+    def fail(**_: Any) -> None:
+        raise ValueError(error)
+
+    monkeypatch.setenv("WANDB_MODE", mode)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=fail, Settings=lambda **_: None))
+    with pytest.raises(EveryrankError) as error_info:
+        open_tracker("wandb", tmp_path, {}, 0)
+    assert str(error_info.value) == f"--tracker wandb: {message}"
 
 
 def test_unknown_tracker_is_refused(cli: Cli, tmp_path: Path) -> None:

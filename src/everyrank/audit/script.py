@@ -108,7 +108,7 @@ def user_source(script: Path) -> str:
         path = queue.pop()
         if path in texts or not path.is_file():
             continue
-        texts[path] = text = path.read_text(encoding="utf-8", errors="replace")
+        texts[path] = text = path.read_text(encoding="utf-8-sig", errors="replace")
         for dots, source, names, plain_import in _IMPORT.findall(text):
             name = source or plain_import
             folder = path.parent
@@ -128,7 +128,7 @@ def are_distributed(files: Iterable[str]) -> bool:
     """Whether one of these files uses torch.distributed or a framework that does."""
     for file in files:
         with contextlib.suppress(OSError):
-            if is_distributed(Path(file).read_text(encoding="utf-8", errors="replace")):
+            if is_distributed(Path(file).read_text(encoding="utf-8-sig", errors="replace")):
                 return True
     return False
 

@@ -63,10 +63,10 @@ def run_script(
     """Run `python *python_args` once for each environment of `ranks`, until all end, hang, or run for too long.
 
     python_args         the arguments of Python: a script and its arguments, or -m and a module
-    timeout_seconds     time without an event or a computation, after which the script hangs
+    timeout_seconds     a script without an event or CPU use for this time counts as hanging
     limit_seconds       time limit of the whole run
     on_update           called with the number of updates of rank 0 when it grows
-    ends_all_processes  end every process that has written into the folder, also those of other ranks
+    ends_all_processes  also end all processes that inherited the environment of this run, such as other ranks
     """
     folder, started = Path(settings.folder), time.monotonic()
     processes: list[_Process] = []
@@ -178,6 +178,9 @@ def _wait(
     while True:
         codes = [process.process.poll() for process in processes]
         now, num_bytes_now, cpu_seconds_now = time.monotonic(), _event_bytes(folder), _cpu_seconds(processes)
+        cpu_seconds = min(
+            cpu_seconds, cpu_seconds_now
+        )  # the time of a child is lost if its parent does not wait for it
         if num_bytes_now != num_bytes or cpu_seconds_now > cpu_seconds + _IDLE_SHARE * max(1.0, now - progress_time):
             num_bytes, progress_time, cpu_seconds = num_bytes_now, now, cpu_seconds_now
             on_update(_num_updates(folder))
@@ -202,6 +205,7 @@ def _num_updates(folder: Path) -> int:
 
 
 def _cpu_seconds(processes: Sequence[_Process]) -> float:
+    """Return the CPU seconds of the processes and of all their children, also of those that have ended."""
     total = 0.0
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -209,7 +213,7 @@ def _cpu_seconds(processes: Sequence[_Process]) -> float:
             for descendant in (parent, *parent.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
                     cpu_times = descendant.cpu_times()
-                    total += cpu_times.user + cpu_times.system
+                    total += cpu_times.user + cpu_times.system + cpu_times.children_user + cpu_times.children_system
     return total
 
 

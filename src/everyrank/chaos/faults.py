@@ -75,7 +75,7 @@ FAULTS: dict[str, Fault] = {
     "nan-gradient": Fault("NaN in one rank's gradient", r"(?i)\bnan\b|infinite", "the check of the next loss"),
     "flipped-bit": Fault(
         "a bit of one rank's parameters flips",
-        r"rank {rank} holds another|differs between .*\brank {rank}\b",
+        r"of ranks? [\d, ]*\b{rank}\b[\d, ]* differs from|differs between [a-z\d, ]*\b{rank}\b",
         "--guard stop",
     ),
     "mismatched-collective": Fault("one rank calls a collective that the others do not call", r"rank", "the backend"),
@@ -109,8 +109,16 @@ def why_unnoticed(name: str, layout: Layout, size: int) -> str:
         return ""
     if layout.strategy == "zero1":
         return "after each update the owners broadcast all parameters, so replicas are equal at the next comparison"
+    if layout.strategy == "local_sgd":
+        return "the ranks average all parameters before each comparison, so replicas are equal"
     if layout.strategy == "parameter_server":
         return "the servers broadcast all parameters in each update, so replicas are always equal"
-    if layout.strategy == "single" or (layout.strategy == "fsdp" and layout.mesh(size).get("replicate", 1) == 1):
+    if layout.strategy == "single":
         return "each parameter is on one rank only, so there is no replica to compare it with"
+    if layout.row.any_axes or layout.mesh(size).get("replicate", 1) > 1:
+        return ""
+    if layout.strategy in ("fsdp", "pipeline"):
+        return "each parameter is on one rank only, so there is no replica to compare it with"
+    if any(layout.mesh(size).get(axis, 1) > 1 for axis in ("tensor", "expert")):
+        return "matrices that are split, and experts, are on one rank only, so there is no replica to compare them with"
     return ""

@@ -143,7 +143,7 @@ def _imported_files(path: Path) -> list[Path]:
         if file in paths:
             continue
         paths.append(file)
-        for line in import_lines(file.read_text(encoding="utf-8")):
+        for line in import_lines(file.read_text(encoding="utf-8-sig")):
             parts = line.module.split(".")
             for components in (parts, [*parts, line.name or ""]):
                 path_without_suffix = path.parent.joinpath(*components)
@@ -158,7 +158,7 @@ def _imported_files(path: Path) -> list[Path]:
 
 def _redirect_imports(file: Path, names_by_module: dict[str, list[str]], task: str) -> str:
     """Redirect the imports of everyrank in a user's file to `task`, and record them in `wanted`."""
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8-sig")
     tree = ast.parse(text)
     changes: list[tuple[int, int, str]] = []
     for node in ast.walk(tree):
@@ -216,7 +216,7 @@ def _data_beside(files: list[Path]) -> tuple[list[Path], list[Path]]:
     """Return (data files to copy, files that are too large) whose names are constants in the sources."""
     data_files: dict[Path, None] = {}
     for file in files:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8-sig"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and 0 < len(node.value) < 200:
                 path = file.parent / node.value
                 if "\n" not in node.value and path.parent == file.parent and path.is_file() and path not in files:

@@ -16,6 +16,7 @@ from everyrank.launch.host_info import start_time
 __all__ = [
     "USER_VARIABLES",
     "RankInfo",
+    "is_loopback_host",
     "rank_info_of_one_host",
     "rank_info_of_task",
     "rank_info_of_user",
@@ -121,9 +122,14 @@ def rank_info_of_one_host(environment: Mapping[str, str]) -> RankInfo | None:
     if has_local or not all(values.values()):
         return None
     host = values["MASTER_ADDR"]
-    if not (host in ("localhost", "::1") or host.startswith("127.") or values["WORLD_SIZE"] == "1"):
+    if not (is_loopback_host(host) or values["WORLD_SIZE"] == "1"):
         return None
     return rank_info_of_user({**environment, "LOCAL_RANK": values["RANK"], "LOCAL_WORLD_SIZE": values["WORLD_SIZE"]})
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether this MASTER_ADDR can only be reached on its own host. Looks up no name."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def rank_info_of_task(

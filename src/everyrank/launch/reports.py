@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -81,7 +82,10 @@ class Reports:
 
     def processes(self) -> list[tuple[int, int]]:
         """Return (process, group) of each rank process of this host."""
-        rows = [path.read_text().split() for path in self.directory.glob("rank*.pid")]
+        rows: list[list[str]] = []
+        for path in self.directory.glob("rank*.pid"):
+            with contextlib.suppress(FileNotFoundError):  # a rank that is restarted deletes its old files
+                rows.append(path.read_text().split())
         return [(int(row[0]), int(row[1])) for row in rows if len(row) == 2]
 
     def errors(self) -> list[dict[str, Any]]:
@@ -111,7 +115,10 @@ class Reports:
         return sorted(rows, key=lambda row: row["time"])
 
     def root_cause(self, dead: list[dict[str, Any]]) -> EveryrankError | None:
-        """The root cause of a failure: a rank process that was killed, else the earliest error. None if unknown."""
+        """Return the root cause of a failure; None if it is unknown.
+
+        It is a rank that was killed, else one that exited without a report, else the first error.
+        """
         for row in dead:
             if row["code"] < 0 and row["code"] not in _REACTIONS:
                 return self._died(row)
@@ -126,7 +133,7 @@ class Reports:
     def _died(self, row: dict[str, Any]) -> RankFailedError:
         code = row["code"]
         if row.get("for_memory"):
-            cause = "killed for memory (SIGKILL): the machine, or its control group, has no more (oom_kill)"
+            cause = "killed by SIGKILL: the machine or its control group ran out of memory (oom_kill)"
         elif code < 0:
             cause = f"ended by {signal_text(-code)}"
             if code == -signal.SIGABRT:
@@ -194,6 +201,14 @@ def _with_autopsy(row: dict[str, Any]) -> str:
     return f"{row['message']}; autopsy: {row['autopsy']}" if row.get("autopsy") else row["message"]
 
 
-def _location(message: str) -> list[str]:
-    """`my_workload.py:12 in loss: RuntimeError`, without the text that may differ between ranks."""
-    return message.split(": ")[:-1]
+_LOCATION = re.compile(r"\S+:\d+ in \S+: [\w.]+")
+
+
+def _location(message: str) -> str:
+    """`my_workload.py:12 in loss: RuntimeError`, without the text that may differ between ranks.
+
+    A message without a location in code is cut before its last colon, and its numbers are replaced.
+    """
+    location = _LOCATION.search(message)
+    start, colon, end = message.rpartition(": ")
+    return location[0] if location else re.sub(r"\d+", "0", start if colon else end)

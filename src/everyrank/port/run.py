@@ -247,7 +247,7 @@ def read_script(script: Path) -> str:
             encoding = file.encoding
         if encoding.lower().replace("_", "-") not in ("utf-8", "utf-8-sig", "ascii"):
             raise UsageError(f"{script}: its encoding is {encoding}; save it as UTF-8")
-        return script.read_bytes().decode("utf-8")
+        return script.read_bytes().decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         raise UsageError(f"{script}: {error}") from error
 

@@ -82,6 +82,7 @@ class RelationResults:
     seconds    total time of all runs
     num_equal  number of updates in which the ranks compute the same as one rank, up to rounding
     refuted    rules of the audit whose findings are no mistakes, as the comparison has shown
+    num_runs   number of runs of the script
     """
 
     findings: tuple[Finding, ...]
@@ -89,6 +90,7 @@ class RelationResults:
     seconds: float
     num_equal: int = 0
     refuted: frozenset[str] = frozenset()
+    num_runs: int = 0
 
 
 def compare_script(
@@ -112,18 +114,19 @@ def compare_script(
 
     """
     start, findings, num_equal = time.monotonic(), Findings(), 0
+    host = ScriptHost(python_args, timeout_seconds, pretend_cuda, processes)
     try:
-        with ScriptHost(python_args, timeout_seconds, pretend_cuda, processes) as host:
+        with host:
             num_equal = judge_script(host, python_args, processes, findings, updates, seconds)
     except EveryrankError as error:
         findings.add_unchecked(f"comparison with one rank: not compared, because {error}")
-    except Exception as error:  # the audit never ends by it
+    except Exception as error:  # an error in the comparison must not end the audit
         findings.add_unchecked(
             f"comparison with one rank: not compared, because it failed ({type(error).__name__}: {error})"
         )
     elapsed_seconds = time.monotonic() - start
     results = tuple(findings.worst_first()), tuple(findings.unchecked), elapsed_seconds, num_equal
-    return RelationResults(*results, refuted=frozenset(findings.refuted))
+    return RelationResults(*results, refuted=frozenset(findings.refuted), num_runs=host.num_runs)
 
 
 def judge_script(
@@ -205,8 +208,8 @@ def _judge_against_one(
     """Compare the ranks with one rank. Returns the compared run, its settings, and how many updates are equal."""
     rank_0, imposed, cuts_batches = None, Imposed(recording=many), False
     if script is not None and not num_comparable(many, single)[1]:
-        first_run, text = single, script.read_text(encoding="utf-8", errors="replace")  # as `user_source`
-        single, imposed = _run_with_cut_batches(many, single, text, run_alone)
+        first_run = single
+        single, imposed = _run_with_cut_batches(many, single, script.read_bytes(), run_alone)
         cuts_batches = single is not first_run
     if cuts_batches and many.ranks[0].printed:
         findings.add_unchecked(
@@ -230,7 +233,7 @@ def _judge_against_one(
 
 
 def _run_with_cut_batches(
-    many: ScriptRecording, single: ScriptRecording, source: str, run_alone: Callable[[Imposed], ScriptRecording]
+    many: ScriptRecording, single: ScriptRecording, source: bytes, run_alone: Callable[[Imposed], ScriptRecording]
 ) -> tuple[ScriptRecording, Imposed]:
     """Return a run on one rank that can be compared, and its settings, for a script that cuts its own batches.
 
@@ -243,7 +246,8 @@ def _run_with_cut_batches(
         return single, best_imposed  # each attempt would wait until the time limit, too
     refused = [reason for reason, update in single.ranks[0].facts.get("refused", []) if not update]
     if any(SHAPES_DIFFER in reason for reason in refused):
-        return single, best_imposed  # as the batches of a loader have other shapes, whatever the script cuts
+        # batches of the loader have different shapes on each rank, so no batch size in the script can help
+        return single, best_imposed
     inputs = many.ranks[0].inputs
     num_rows = len(inputs[0][0]) if inputs and inputs[0] and inputs[0][0].dim() else 1
     sizes = sizes_that_divide(source, num_rows)[:_MAX_SIZES]
@@ -260,7 +264,7 @@ def _run_with_cut_batches(
 
 
 def _with_same_inputs(many: ScriptRecording, single: ScriptRecording) -> ScriptRecording:
-    """The run, not comparable from the first update on in which its model gets different samples from the ranks."""
+    """Return the run, marked as not comparable from the first update in which its samples differ from the ranks'."""
     count = num_with_same_inputs(many, single)
     if count >= min(len(rank.updates) for rank in (*many.ranks, single.ranks[0])):
         return single
@@ -288,7 +292,9 @@ def _judge_short_epochs(
 
     many = run_short(processes, Imposed())
     if many.failure or misses_evaluation(many, ".eval()"):
-        reason = f"the script fails with shortened epochs ({many.failure})" if many.failure else "none was reached"
+        reason = "no evaluation was reached"
+        if many.failure:
+            reason = f"the script fails with shortened epochs ({many.failure})"
         findings.add_unchecked(f"numbers of evaluations against one rank: {reason}")
         return
     single, rank_0 = (run_short(1, Imposed(recording=many, only_rank=rank, parameters=rank == 0)) for rank in (None, 0))
@@ -319,8 +325,8 @@ def _slowdown() -> float:
 def joined_findings(by_rules: Sequence[Finding], by_relations: Sequence[Finding]) -> list[Finding]:
     """Join findings of the same mistake: a difference becomes a consequence of a rule's finding that explains it.
 
-    A finding without a cause (`gradient.unexplained`) becomes the consequence of a difference whose line is known. A
-    difference that no rule explains stays a separate finding.
+    A finding without a cause (`gradient.unexplained`) becomes the consequence of a difference on another line, if that
+    is known. A difference that no rule explains stays a separate finding.
     """
     joined, unexplained = list(by_rules), list[Finding]()
     for finding in by_relations:
@@ -333,15 +339,20 @@ def joined_findings(by_rules: Sequence[Finding], by_relations: Sequence[Finding]
             continue
         cause = next((each for each in causes if each.location == finding.location), causes[0])
         index = joined.index(cause)
-        if cause.rule.endswith(".unexplained") and finding.location != cause.location:
-            other_lines = tuple(dict.fromkeys((*finding.other_lines, cause.location, *cause.other_lines)))
+        if cause.rule.endswith(".unexplained") and finding.location not in ("", cause.location):
             text = f"{finding.text}. Rule {cause.rule}: {cause.text}"
-            joined[index] = dataclasses.replace(finding, text=text, other_lines=other_lines)
+            joined[index] = _with_lines_of(finding, cause, text)
         else:
-            other_lines = tuple(dict.fromkeys((*cause.other_lines, finding.location, *finding.other_lines)))
             text = f"{cause.text}. Comparison with one rank: {finding.text}"
-            joined[index] = dataclasses.replace(cause, text=text, other_lines=other_lines)
+            joined[index] = _with_lines_of(cause, finding, text)
     return sorted([*joined, *unexplained], key=lambda finding: LEVELS.index(finding.level))
+
+
+def _with_lines_of(finding: Finding, other: Finding, text: str) -> Finding:
+    """Return the finding with this text, and with the lines of the other finding that are known and not its own."""
+    lines = dict.fromkeys((*finding.other_lines, other.location, *other.other_lines))
+    other_lines = tuple(line for line in lines if line not in ("", finding.location))
+    return dataclasses.replace(finding, text=text, other_lines=other_lines)
 
 
 def why_not_compared(python_args: Sequence[str], options: AuditOptions, environment: Mapping[str, str]) -> str:
@@ -365,14 +376,14 @@ def with_comparison(audit: Audit, options: AuditOptions) -> Audit:
         for finding in audit.findings
         if finding.rule not in comparison.refuted and not (are_equal and finding.refuted_if_equal_to_one_rank)
     ]
-    result = "the script ran again for the comparison with one rank"
+    result = "the script ran again for the comparison with one rank" if comparison.num_runs else ""
     if are_equal:
         result = f"{audit.world_size} ranks compute the same as one in {comparison.num_equal} updates, up to rounding"
     return dataclasses.replace(
         audit,
         findings=tuple(joined_findings(remaining, comparison.findings)),
         unchecked=tuple(dict.fromkeys((*audit.unchecked, *comparison.unchecked))),
-        altered=(*audit.altered, f"{result} ({comparison.seconds:.0f} s)"),
+        altered=(*audit.altered, *([f"{result} ({comparison.seconds:.0f} s)"] if result else [])),
         seconds=audit.seconds + comparison.seconds,
     )
 
@@ -383,7 +394,7 @@ def with_resume(audit: Audit, options: AuditOptions, command: ResumeCommand) -> 
     def judge(host: ScriptHost, findings: Findings) -> None:
         judge_resume(host, audit.python_args, audit.world_size, command, findings)
 
-    return _with_more_runs(audit, options, "resume", "three times more, to be resumed", judge)
+    return _with_more_runs(audit, options, "resume", "to be resumed", judge)
 
 
 def with_settings(audit: Audit, options: AuditOptions, more_args: Sequence[str]) -> Audit:
@@ -392,29 +403,34 @@ def with_settings(audit: Audit, options: AuditOptions, more_args: Sequence[str])
     def judge(host: ScriptHost, findings: Findings) -> None:
         judge_settings(host, audit.python_args, audit.world_size, more_args, findings)
 
-    return _with_more_runs(audit, options, "--same", "twice more, to compare settings", judge)
+    return _with_more_runs(audit, options, "--same", "to compare settings", judge)
 
 
 def _with_more_runs(
-    audit: Audit, options: AuditOptions, name: str, runs: str, judge: Callable[[ScriptHost, Findings], None]
+    audit: Audit, options: AuditOptions, name: str, purpose: str, judge: Callable[[ScriptHost, Findings], None]
 ) -> Audit:
     start, findings = time.monotonic(), Findings()
     why_not = why_not_compared(audit.python_args, options, os.environ)
     if why_not:
         return dataclasses.replace(audit, unchecked=(*audit.unchecked, f"{name}: {why_not}"))
+    host = ScriptHost(audit.python_args, options.timeout_seconds, options.pretend_cuda, audit.world_size)
     try:
-        with ScriptHost(audit.python_args, options.timeout_seconds, options.pretend_cuda, audit.world_size) as host:
+        with host:
             judge(host, findings)
     except EveryrankError as error:
         findings.add_unchecked(f"{name}: {error}")
-    except Exception as error:  # the audit never ends by it
+    except Exception as error:  # an error in the comparison must not end the audit
         findings.add_unchecked(f"{name}: the comparison failed ({type(error).__name__}: {error})")
     seconds = time.monotonic() - start
+    times = {1: "once", 2: "twice"}.get(host.num_runs, f"{host.num_runs} times")
     return dataclasses.replace(
         audit,
         findings=tuple(sorted((*audit.findings, *findings), key=lambda finding: LEVELS.index(finding.level))),
         unchecked=tuple(dict.fromkeys((*audit.unchecked, *findings.unchecked))),
-        altered=(*audit.altered, f"the script ran {runs} ({seconds:.0f} s)"),
+        altered=(
+            *audit.altered,
+            *([f"the script ran {times} more, {purpose} ({seconds:.0f} s)"] if host.num_runs else []),
+        ),
         seconds=audit.seconds + seconds,
     )
 

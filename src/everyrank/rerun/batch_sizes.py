@@ -25,11 +25,14 @@ def with_larger_batches(tree: ast.Module, factor: int, name: str = BATCH_SIZES) 
             value.value *= factor
 
 
-def sizes_that_divide(text: str, rows: int) -> list[str]:
-    """The names of integers in a script that divide the samples of a batch, but for its batch sizes: `prompts = 4`."""
+def sizes_that_divide(source: bytes, rows: int) -> list[str]:
+    """The names of integers in a script that divide the samples of a batch, but for its batch sizes: `prompts = 4`.
+
+    `source` is the file as it is, because Python finds out its encoding.
+    """
     names = [
         name
-        for value, name in _named_integers(ast.parse(text))
+        for value, name in _named_integers(ast.parse(source))
         if name and value.value > 1 and rows % value.value == 0 and not _is_batch_size(name)
     ]
     return list(dict.fromkeys(names))

@@ -32,6 +32,7 @@ class ScriptHost:
     pretend_cuda     run CUDA calls on the CPU even if the script does not mention CUDA
     max_ranks        largest number of ranks of a run; with fewer GPUs, all runs use the CPU, to compute equally
     modules          slow imports of the script, which all runs share
+    num_runs         number of runs that have begun
 
     Example:
         with ScriptHost(["train.py", "--epochs", "2"]) as host:
@@ -53,7 +54,7 @@ class ScriptHost:
         self.python_args, self.timeout_seconds, self.pretend_cuda = list(python_args), timeout_seconds, pretend_cuda
         self.max_ranks, self.modules = max_ranks, list(modules)
         self._process: Any = None
-        self._runs = 0
+        self.num_runs = 0
 
     def __enter__(self) -> Self:
         try:
@@ -125,8 +126,8 @@ class ScriptHost:
         uses_gpu = self.pretend_cuda or mentions_cuda(
             f"{user_source(script) if script else ''} {' '.join(python_args)}"
         )
-        self._runs += 1
-        folder = self.folder / f"run{self._runs}"
+        self.num_runs += 1
+        folder = self.folder / f"run{self.num_runs}"
         folder.mkdir()
         if files is not None and (files.folder / "files").is_dir():
             shutil.copytree(files.folder / "files", folder / "files", symlinks=True)

@@ -14,6 +14,5 @@ Only preloaded.py and function.py import torch before the script does.
 
 from everyrank.script.command import UserScript, read_command
 from everyrank.script.start import ScriptOptions, launch_script
-from everyrank.script.watching import watch
 
-__all__ = ["ScriptOptions", "UserScript", "launch_script", "read_command", "watch"]
+__all__ = ["ScriptOptions", "UserScript", "launch_script", "read_command"]

@@ -30,7 +30,8 @@ from everyrank.errors import EveryrankError, describe, printable
 from everyrank.launch import RankInfo, rank_info_from_environment
 from everyrank.launch.autopsy import RankState, current_state, hang_autopsy, keep_state, last_words
 from everyrank.launch.autopsy.rank_state import forget_hang, report_hang
-from everyrank.launch.host_info import start_time
+from everyrank.launch.host_info import boot_id, start_time
+from everyrank.launch.rank_info import is_loopback_host
 from everyrank.script.command import read_command
 
 __all__ = ["TIMEOUT_SECONDS", "watch", "watch_process", "watch_root"]
@@ -47,8 +48,12 @@ def watch(info: RankInfo, timeout_seconds: float) -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _KEPT_CALLS)
     state = current_state()
     if state is None or info.started_by == "ray":  # the ranks of a host have no common folder under Ray
-        run = _Run(info.rank, info.size, _key(os.environ, is_one_host=info.local_size == info.size))
-        state = keep_state(watch_root() / run.key, run.rank, run.size, run.key)
+        # each rank has a supervisor of its own as its parent
+        run = _run(os.environ, info.rank, info.size, info.local_size == info.size, has_common_parent=False)
+        try:
+            state = keep_state(watch_root() / run.key, run.rank, run.size, run.key, run.is_unique)
+        except OSError as error:
+            _print_not_watched(error)
     if state is not None:
         _prepare(state, timeout_seconds, prints=info.started_by == "ray")
 
@@ -56,8 +61,8 @@ def watch(info: RankInfo, timeout_seconds: float) -> None:
 def watch_process(timeout_seconds: float = TIMEOUT_SECONDS, folder: Path | None = None) -> None:
     """Watch this process of any launcher, or one that will call `init_process_group` itself.
 
-    folder   folder for the files of the ranks, shared by all hosts. None: a folder below /tmp, or for ranks on several
-             hosts below `~/.cache/everyrank`, because clusters share home directories
+    folder   folder for the files of the ranks; all hosts must share it. None: a folder below /tmp, or for ranks on
+             several hosts below `~/.cache/everyrank`, because clusters share home directories
     """
     if current_state() is not None:  # a rank of everyrank
         return
@@ -88,27 +93,32 @@ def watch_root(is_one_host: bool = True) -> Path:
 
 
 class _Run(NamedTuple):
-    """The rank of this process, the number of ranks, and a key that is unique to this start of the ranks."""
+    """The rank of this process, the number of ranks, and a key that all ranks of this start have.
+
+    is_unique   whether no later start can have the same key
+    """
 
     rank: int
     size: int
     key: str
     is_one_host: bool = True
+    is_unique: bool = True
 
 
 def _run_from_environment(environment: Mapping[str, str]) -> _Run | None:
     with contextlib.suppress(EveryrankError, OSError):
         info = rank_info_from_environment(environment)
         if info is not None:
-            is_one_host = info.local_size == info.size
-            return _Run(info.rank, info.size, _key(environment, is_one_host), is_one_host)
+            # a user may start ranks one by one, each from a different shell
+            has_common_parent = info.started_by != "env"
+            return _run(environment, info.rank, info.size, info.local_size == info.size, has_common_parent)
     with contextlib.suppress(KeyError, ValueError):  # deepspeed sets no LOCAL_WORLD_SIZE
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        is_one_host = int(environment.get("LOCAL_SIZE", "0")) == size or environment.get("MASTER_ADDR") in (
-            "127.0.0.1",
-            "localhost",
+        is_one_host = int(environment.get("LOCAL_SIZE", "0")) == size or is_loopback_host(
+            environment.get("MASTER_ADDR", "")
         )
-        return _Run(rank, size, _key(environment, is_one_host), is_one_host) if 0 <= rank < size else None
+        has_common_parent = not environment.get("MASTER_PORT")
+        return _run(environment, rank, size, is_one_host, has_common_parent) if 0 <= rank < size else None
     return None
 
 
@@ -122,11 +132,45 @@ _LAUNCHER_VARIABLES = (
 _SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 
 
-def _key(environment: Mapping[str, str], is_one_host: bool) -> str:
+def _run(environment: Mapping[str, str], rank: int, size: int, is_one_host: bool, has_common_parent: bool) -> _Run:
+    """Return the run whose key comes from the variables of the launcher, and from its process if that is on this host.
+
+    has_common_parent   whether the same process of this host has started all its ranks
+    """
     values = [environment.get(name, "") for name in _LAUNCHER_VARIABLES + _SLURM_VARIABLES]
-    if is_one_host:
-        values.append(_launcher_process(environment))
+    if not is_one_host:
+        values.append(_hydra_address())
+    else:
+        values.append(_launcher_process(environment) if has_common_parent else boot_id())
+    return _Run(rank, size, _key(values), is_one_host, is_unique=is_one_host and has_common_parent)
+
+
+def _run_of_group(dist: Any) -> _Run:
+    """Return the run of ranks that have called `init_process_group`. All know the same address of their store."""
+    store = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    rank, size = dist.get_rank(), dist.get_world_size()
+    host, path = getattr(store, "host", ""), getattr(store, "path", "")  # of a TCPStore or a FileStore
+    if not host and not path:
+        return _run({**os.environ, "RANK": ""}, rank, size, is_one_host=True, has_common_parent=True)
+    is_one_host = is_loopback_host(host)
+    address = f"{host}:{store.port}" if host else str(path)
+    return _Run(rank, size, _key([address, boot_id() if is_one_host else ""]), is_one_host, is_unique=False)
+
+
+def _key(values: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(values).encode()).hexdigest()[:16]
+
+
+def _hydra_address() -> str:
+    """Return the address of mpiexec (MPICH), which its process on each host has as an argument; "" if there is none."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for process in psutil.Process().parents():
+            command = process.cmdline()
+            if "--control-port" in command[:-1]:
+                return command[command.index("--control-port") + 1]
+    return ""
 
 
 def _launcher_process(environment: Mapping[str, str]) -> str:
@@ -148,13 +192,17 @@ def _start(run: _Run, timeout_seconds: float, folder: Path | None) -> None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder is None:
             _delete_old_folders(root)
-    except OSError as error:
-        print(f"everyrank: not watched: {printable(str(error))}", file=sys.stderr)
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home directory
+        _print_not_watched(error)
         return
-    state = keep_state(root / run.key, run.rank, run.size, run.key)
+    state = keep_state(root / run.key, run.rank, run.size, run.key, run.is_unique)
     if state is not None:
         atexit.register(state.end)
         _prepare(state, timeout_seconds, prints=True)
+
+
+def _print_not_watched(error: Exception) -> None:
+    print(f"everyrank: not watched: {printable(str(error))}", file=sys.stderr)
 
 
 def _wait_for_group(timeout_seconds: float, folder: Path | None) -> None:
@@ -164,8 +212,7 @@ def _wait_for_group(timeout_seconds: float, folder: Path | None) -> None:
         dist = sys.modules.get("torch.distributed")
         with contextlib.suppress(Exception):
             if dist is not None and dist.is_initialized():
-                key = _key({**os.environ, "RANK": ""}, is_one_host=True)
-                _start(_Run(dist.get_rank(), dist.get_world_size(), key), timeout_seconds, folder)
+                _start(_run_of_group(dist), timeout_seconds, folder)
                 return
 
 
@@ -313,9 +360,11 @@ def _forward_exceptions() -> None:
 
 
 def _delete_old_folders(root: Path) -> None:
+    """Delete folders in which no rank has written for some days. A rank that runs writes twice a second."""
     for folder in root.iterdir():
         with contextlib.suppress(OSError):
-            if folder.stat().st_mtime < time.time() - 86_400 * _DAYS_KEPT:
+            last_write = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            if last_write < time.time() - 86_400 * _DAYS_KEPT:
                 shutil.rmtree(folder, ignore_errors=True)
 
 

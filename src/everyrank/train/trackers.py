@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from everyrank.errors import CannotRunError, EveryrankError, UsageError
+from everyrank.errors import CannotRunError, EveryrankError, UsageError, shortened
 
 __all__ = ["TRACKERS", "Tracker", "open_tracker"]
 
@@ -29,7 +30,8 @@ class Tracker(Protocol):
 def open_tracker(name: str, run: Path, settings: Mapping[str, Any], first_step: int) -> Tracker:
     """Open a tracker for the run in this folder, from `first_step` on.
 
-    Raises `UsageError` for an unknown name, `CannotRunError` if its package is missing or cannot start.
+    Raises `UsageError` for an unknown name, `CannotRunError` if its package is missing, `EveryrankError` if it cannot
+    start.
     """
     if name not in TRACKERS:
         raise UsageError(f"--tracker {name}: give one of {', '.join(TRACKERS)}")
@@ -45,8 +47,9 @@ class _TensorBoard:
     def __init__(self, run: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # drop the points after the checkpoint that an earlier start wrote
-        self.writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1 if first_step else None)
+        # a resumed run writes the points after its checkpoint again, so drop those of the earlier start;
+        # a run that is restarted before its first checkpoint begins at step 0
+        self.writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add one point to each curve."""
@@ -75,10 +78,10 @@ class _Wandb:
                 settings=wandb.Settings(silent=True),
             )
         except Exception as error:  # for example no key or no network
-            line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise EveryrankError(
-                f"--tracker wandb: {line}; WANDB_MODE=offline needs neither key nor network"
-            ) from error
+            text = shortened(" ".join(str(error).split())) or type(error).__name__
+            is_online = os.environ.get("WANDB_MODE", "online") in ("", "online")
+            advice = "; WANDB_MODE=offline needs neither key nor network" if is_online else ""
+            raise EveryrankError(f"--tracker wandb: {text}{advice}") from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add one point to each curve. Weights & Biases drops points before the last one."""

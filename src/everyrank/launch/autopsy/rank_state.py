@@ -56,14 +56,15 @@ def current_state() -> RankState | None:
     return _CURRENT[-1] if _CURRENT else None
 
 
-def keep_state(folder: Path, rank: int, size: int, job: str) -> RankState | None:
+def keep_state(folder: Path, rank: int, size: int, job: str, is_unique: bool = True) -> RankState | None:
     """Start to write the state of this rank to the folder; None if it cannot be written.
 
-    `job` distinguishes the ranks of this start from those of earlier ones.
+    `job` distinguishes the ranks of this start from those of earlier ones. If it is not unique, they are distinguished
+    by the times of their files.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        state = RankState(folder, rank, size, job)
+        state = RankState(folder, rank, size, job, is_unique)
     except OSError:
         return None
     _CURRENT[:] = [state]
@@ -104,7 +105,7 @@ class RankState:
     on_sample    called by the thread with each stack of the main thread, twice a second
     """
 
-    def __init__(self, folder: Path, rank: int, size: int, job: str) -> None:
+    def __init__(self, folder: Path, rank: int, size: int, job: str, is_unique: bool) -> None:
         self.folder, self.rank, self.size, self.job = folder, rank, size, job
         self.calls: Callable[[bool], dict[str, Any]] = lambda _: {}
         self.on_sample: Callable[[list[tuple[str, int, str]]], None] = lambda _: None
@@ -119,7 +120,7 @@ class RankState:
             faulthandler.enable(self.stacks)
         if STACKS_SIGNAL is not None:
             faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
-        self._write("state", self._identity(job))
+        self._write("state", self._identity(is_unique))
         self.seen = os.open(self._path("seen"), os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
         self.answered = _read_request(folder)
         self.thread = threading.Thread(target=self._run, name="everyrank autopsy", daemon=True)
@@ -128,9 +129,10 @@ class RankState:
     def _path(self, kind: str) -> Path:
         return self.folder / f"rank{self.rank}.{kind}"
 
-    def _identity(self, job: str) -> dict[str, Any]:
+    def _identity(self, is_unique: bool) -> dict[str, Any]:
         return {
-            "job": job,
+            "job": self.job,
+            "is_unique": is_unique,
             "rank": self.rank,
             "size": self.size,
             "host": host_name(),

@@ -25,6 +25,7 @@ Frame = tuple[str, int, str]  # file, line, function
 _MAX_BYTES = 1 << 22  # size limit of a file; an answer has a few thousand bytes
 _STACK_SECONDS = 1.0  # longest wait for the stacks after the signal
 _PAUSE_SECONDS = 0.05
+_START_SECONDS = 10.0  # the ranks of one start begin within this time
 _BLOCK = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n((?:  File [^\n]*\n?)*)", re.MULTILINE)
 _LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
@@ -65,7 +66,7 @@ class RankView:
 
 def read_rank_views(folder: Path, timeout_seconds: float) -> list[RankView]:
     """Return the ranks that write their state to this folder, by rank; after several starts, those of the newest."""
-    identities = _newest_job([row for path in folder.glob("rank*.state") if (row := _read(path))])
+    identities = _newest_job(folder, [row for path in folder.glob("rank*.state") if (row := _read(path))])
     if not identities:
         return []
     question = _write_request(folder)
@@ -89,11 +90,26 @@ def read_rank_views(folder: Path, timeout_seconds: float) -> list[RankView]:
     return views
 
 
-def _newest_job(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _newest_job(folder: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the ranks of the newest start, by the times of their files: clocks of different hosts differ."""
     if not rows:
         return []
-    newest = max(rows, key=lambda row: row["began"])
-    return [row for row in rows if (row["job"], row["size"]) == (newest["job"], newest["size"])]
+    newest = max(rows, key=lambda row: _last_write(folder, row, "state"))
+    rows = [row for row in rows if (row["job"], row["size"]) == (newest["job"], newest["size"])]
+    if newest.get("is_unique", True):
+        return list(rows)
+    # earlier starts had the same job name; a rank of this start writes after its start, if it is not blocked
+    first_write = _last_write(folder, newest, "state") - _START_SECONDS
+    return [row for row in rows if _last_write(folder, row, "*") >= first_write or _process(row) is not None]
+
+
+def _last_write(folder: Path, identity: dict[str, Any], kind: str) -> float:
+    """Return when a file of a rank was last written, by the clock of its file system; 0 if there is none."""
+    times = [0.0]
+    for path in folder.glob(f"rank{identity['rank']}.{kind}"):
+        with contextlib.suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return max(times)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -120,6 +136,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "locations": list,
     "calls": dict,
     "ended": bool,
+    "is_unique": bool,
 }
 
 
