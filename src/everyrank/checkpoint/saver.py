@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from everyrank.checkpoint.contents import load_state, targets_for, tensors_of, values_of
+from everyrank.checkpoint.contents import load_copies, load_state, targets_for, tensors_of, values_of
 from everyrank.checkpoint.storage import (
     SaveError,
     check_values,
@@ -208,20 +208,24 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: C
 
     `expected` is the metadata of this training.
     A training of a different length (epochs, steps) is resumed with the learning rates of that length: its schedule
-    takes `step` steps from its beginning. Raises `UsageError` on every rank for a damaged checkpoint (and suggests the
-    last good one), and for one of a different training.
+    takes `step` steps from its beginning (except ReduceLROnPlateau, whose saved state is loaded).
+
+    Raises `UsageError` on every rank for a damaged checkpoint (and suggests the last good one), and for one of a
+    different training.
     """
     on_rank_0(world, "resume", lambda: _check_same_training(checkpoint, expected))
     _check_whole(checkpoint, prepared)
     saved = contents_of(checkpoint)
     tensors = targets_for(prepared.trainable, world, saved)
     read(tensors, checkpoint, group_for_saving(prepared, world))
+    load_copies(prepared.trainable.model, tensors)
     try:
         load_state(
             prepared.trainable,
             world,
             tensors,
             read_values(checkpoint),
+            saved=saved,
             schedule_step=checkpoint.metadata.step if changed_lengths(checkpoint.metadata, expected) else None,
         )
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
@@ -240,6 +244,7 @@ def load_model(prepared: Prepared, world: World, checkpoint: Checkpoint) -> None
     saved = {name: metadata for name, metadata in whole if name.startswith(("model/", "average/"))}
     tensors = targets_for(prepared.trainable, world, saved)
     read(tensors, checkpoint, group_for_saving(prepared, world))
+    load_copies(prepared.trainable.model, tensors)
     if prepared.trainable.ema is not None and not any(name.startswith("average/") for name in saved):
         prepared.trainable.ema.reset()  # the saved training had no average
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from everyrank.checkpoint.state_entries import copied_entries, loads_by_itself
 from everyrank.checkpoint.storage import contents_of, read
 from everyrank.errors import UsageError
 from everyrank.runs import Checkpoint, require_whole
@@ -242,20 +243,11 @@ def _load(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
     for name, _ in model.named_parameters():
         if not all(bool(chunk.isfinite().all()) for chunk in weights[name].reshape(-1).split(1 << 20)):
             raise UsageError(f"--pretrained {path}: {name} has numbers that are NaN or infinite")
-    if any(_loads_by_itself(module) for module in model.modules()):
+    if copied_entries(model) or any(loads_by_itself(module) for module in model.modules()):
         model.load_state_dict(dict(weights))
         return
     for name, tensor in model.state_dict().items():
         tensor.copy_(weights[name])
-
-
-def _loads_by_itself(module: nn.Module) -> bool:
-    """Whether loading a state dict into a module does more than copy tensors."""
-    kind: Any = type(module)
-    hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)  # pyright: ignore[reportPrivateUsage]
-    user_classes = [base for base in kind.mro()[:-1] if not base.__module__.startswith("torch.nn.")]
-    overrides_loading = any("_load_from_state_dict" in vars(base) for base in user_classes)
-    return overrides_loading or kind.load_state_dict is not nn.Module.load_state_dict or any(hooks)
 
 
 def _kind(dtype: torch.dtype) -> str:
