@@ -24,10 +24,10 @@ from checkpointing import (
     train_and_resume,
     train_and_save,
 )
-from everyrank.checkpoint import resume
+from everyrank.checkpoint import Saver, resume
 from everyrank.checkpoint.contents import model_tensors
-from everyrank.errors import WorkloadError
-from everyrank.runs import find_checkpoint
+from everyrank.errors import UsageError, WorkloadError
+from everyrank.runs import find_checkpoint, json_form
 from everyrank.world import World
 
 # --- resume with the same layout
@@ -197,6 +197,24 @@ def test_resume_restores_extra_state_and_the_dtypes_of_the_optimizer(
     assert_equal_tensors(row["at_save"][0][0], row["at_save"][1][0])
     assert torch.equal(torch.stack(row["whole"][0]), torch.stack(row["again"][0]))
     assert_equal_tensors(row["whole"][1], row["again"][1])
+
+
+@pytest.mark.parametrize("value", [(3, 4), {1: 2}, [(1,), {"a": (2, 3)}]], ids=["tuple", "dict", "nested"])
+def test_run_is_resumed_with_a_setting_that_json_changes(ranks: Any, tmp_path: Path, value: Any) -> None:
+    """JSON has a list for a tuple, and text for the keys of a dict. A different value is still refused."""
+    assert ranks(1, resume_with_setting, tmp_path, value) == [f"it was trained with --set dims={json_form(value)}"]
+
+
+def resume_with_setting(world: World, run: Path, value: Any) -> str:
+    """Save and resume with the same setting. Return the start of the error of a resume with a different one."""
+    session = TrainingSession(world, zoo.workload("frozen"), "single")
+    metadata = dataclasses.replace(session.metadata(), settings={"dims": value})
+    Saver(run, session.prepared, world, metadata, keep=3, in_background=False).save(0, {})
+    checkpoint = find_checkpoint(run)
+    assert resume(session.prepared, world, checkpoint, metadata) == 0
+    with pytest.raises(UsageError) as caught:
+        resume(session.prepared, world, checkpoint, dataclasses.replace(metadata, settings={"dims": (5,)}))
+    return str(caught.value).removeprefix(f"{checkpoint.path}: ").partition(", but")[0]
 
 
 class CastingModel(nn.Linear):

@@ -24,8 +24,9 @@ import everyrank.checkpoint.saver
 import zoo
 from checkpointing import TrainingSession, assert_equal_tensors, mixed_workload, read_checkpoint, save_with_scores
 from everyrank import Workload
-from everyrank.checkpoint import SaveError
+from everyrank.checkpoint import SaveError, Saver
 from everyrank.checkpoint.contents import tensors_of
+from everyrank.errors import WorkloadError
 from everyrank.runs import checkpoints_of, damage, find_checkpoint, is_better
 from everyrank.strategies import Prepared
 from everyrank.world import World
@@ -225,6 +226,25 @@ def test_is_better_compares_by_the_name_of_the_metric() -> None:
     assert not is_better(0.1, 0.2, "top1")
     assert not is_better(0.1, 0.1, "top1")
     assert is_better(0.1, None, "top1")
+    for error_name in ("wer", "test_wer", "valWER", "CER", "testCer", "wer.clean.cer", "logloss", "RMSE", "top1_err"):
+        assert is_better(0.1, 0.2, error_name), error_name
+    for score_name in ("answer", "exact_answer", "power", "dancer", "exactAnswer", "viewer2", "_"):
+        assert is_better(0.2, 0.1, score_name), score_name
+
+
+@pytest.mark.parametrize("value", [{1, 2}, b"x", 1j, {(1, 2): 3}], ids=["set", "bytes", "complex", "key"])
+def test_setting_that_json_cannot_hold_is_refused_before_the_training(ranks: Any, tmp_path: Path, value: Any) -> None:
+    (error_message,) = ranks(1, error_of_a_saver_with_a_setting, tmp_path, value)
+    assert error_message.startswith(f"--set x={value}: checkpoints cannot hold this value")
+
+
+def error_of_a_saver_with_a_setting(world: World, run: Path, value: Any) -> str:
+    """Return the message of the `WorkloadError` that a saver raises for a setting."""
+    session = TrainingSession(world, zoo.workload("frozen"), "single")
+    metadata = dataclasses.replace(session.metadata(), settings={"x": value})
+    with pytest.raises(WorkloadError) as caught:
+        Saver(run, session.prepared, world, metadata, keep=3, in_background=False)
+    return str(caught.value)
 
 
 def test_checkpoint_after_resume_from_an_older_one_is_not_pruned(ranks: Any, tmp_path: Path) -> None:

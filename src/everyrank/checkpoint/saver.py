@@ -49,6 +49,7 @@ from everyrank.runs import (
     commit,
     damage,
     discard,
+    json_form,
     mark_best,
     new_folder,
     refuse_damaged,
@@ -83,9 +84,10 @@ class Saver:
         self.last_saved: int | None = None
         check_values(values_of(prepared.trainable))  # fail now rather than after an epoch
         tensors_of(prepared.trainable, world)
+        _check_settings(metadata.settings)
         try:
             check_metadata(metadata)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise WorkloadError(f"the metadata of this training's checkpoints is invalid: {error}") from error
         if world.rank == 0:
             clear_unfinished(run)  # left by a crash
@@ -249,6 +251,18 @@ def load_model(prepared: Prepared, world: World, checkpoint: Checkpoint) -> None
         prepared.trainable.ema.reset()  # the saved training had no average
 
 
+def _check_settings(settings: dict[str, Any]) -> None:
+    """Raise `WorkloadError` for a setting that JSON cannot hold, such as a set."""
+    for name, value in settings.items():
+        try:
+            json_form(value)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise WorkloadError(
+                f"{_setting(name, settings)}: checkpoints cannot hold this value ({error}); "
+                "use numbers, text, lists and dicts, or train with --save-every 0"
+            ) from error
+
+
 def _check_same_training(checkpoint: Checkpoint, expected: CheckpointMetadata) -> None:
     saved = checkpoint.metadata
     for name in ("workload", "seed", "global_batch", "clip_norm", "samples", "data_checksum"):
@@ -259,7 +273,7 @@ def _check_same_training(checkpoint: Checkpoint, expected: CheckpointMetadata) -
                 f"{checkpoint.path}: it was trained with {name}={was}, but this training has {name}={now}{hint}. "
                 "To start from its weights: everyrank checkpoint export, then --pretrained"
             )
-    was, now = dict(saved.settings), dict(expected.settings)
+    was, now = json_form(saved.settings), json_form(expected.settings)
     for name in sorted((was.keys() | now.keys()) - {"data", *LENGTHS}):  # compared by its checksum
         if was.get(name) != now.get(name):
             raise UsageError(

@@ -48,6 +48,7 @@ from everyrank.runs.metadata import (
     crc_of,
     damage,
     fields_of,
+    json_form,
     open_file,
     write_metadata,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "find_checkpoint",
     "hold",
     "is_better",
+    "json_form",
     "mark_best",
     "new_folder",
     "newest_whole",

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import NoReturn
@@ -145,17 +146,27 @@ def score_of(checkpoint: Checkpoint, best_by: str) -> float | None:
 
 
 def is_better(score: float | None, best_score: float | None, best_by: str) -> bool:
-    """Whether a metric has improved. Without a direction, an error (by its name) is better when lower."""
+    """Whether a metric has improved. Without a direction, an error (by its name) is better when lower.
+
+    For example `eval_loss`, `RMSE` and `test_wer` are errors, and `exact_answer` is not.
+    """
     if score is None or not math.isfinite(score):
         return False
     name, _, direction = best_by.partition(":")
-    is_error = direction == "min" if direction else name.lower().endswith(_ERRORS)
+    is_error = direction == "min" if direction else _is_error(name)
     return (
         best_score is None or not math.isfinite(best_score) or (score < best_score if is_error else score > best_score)
     )
 
 
-_ERRORS = ("loss", "perplexity", "error", "err", "mae", "mse", "rmse", "wer", "cer")
+def _is_error(name: str) -> bool:
+    last_word = _WORDS.findall(name)[-1:]
+    return name.lower().endswith(_ERROR_ENDINGS) or (bool(last_word) and last_word[0].lower() in _ERROR_WORDS)
+
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_ERROR_ENDINGS = ("loss", "perplexity", "error", "err", "mae", "mse")
+_ERROR_WORDS = ("wer", "cer")  # only as whole words, because `answer` and `power` end in these letters
 
 
 def checkpoints_of(run: Path) -> list[Checkpoint]:

@@ -27,6 +27,7 @@ __all__ = [
     "crc_of",
     "damage",
     "fields_of",
+    "json_form",
     "open_file",
     "read_metadata",
     "with_sum",
@@ -48,7 +49,7 @@ class CheckpointMetadata:
 
     step           updates done; a resumed training starts with update number `step`
     workload, settings, seed, global_batch, clip_norm, samples, data_checksum
-                   what is trained; must be equal in a resumed run
+                   what is trained; must be equal in a resumed run, except the settings `LENGTHS` and `data`
     layout, world_size
                    where it ran; may differ in a resumed run
     updates_per_epoch   0: unknown
@@ -79,6 +80,14 @@ class CheckpointMetadata:
     files: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     schema: int = 2
     place: dict[str, int] = field(default_factory=dict[str, int])
+
+
+def json_form(value: Any) -> Any:
+    """Return a value as about.json gives it back: for example, a tuple becomes a list.
+
+    Raises `TypeError` or `ValueError` for a value that JSON cannot hold.
+    """
+    return json.loads(json.dumps(value))
 
 
 def changed_lengths(saved: CheckpointMetadata, now: CheckpointMetadata) -> dict[str, tuple[Any, Any]]:
