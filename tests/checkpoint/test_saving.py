@@ -25,7 +25,8 @@ import zoo
 from checkpointing import TrainingSession, assert_equal_tensors, mixed_workload, read_checkpoint, save_with_scores
 from everyrank import Workload
 from everyrank.checkpoint import SaveError, Saver
-from everyrank.checkpoint.contents import tensors_of
+from everyrank.checkpoint.contents import tensors_of, values_of
+from everyrank.checkpoint.storage import check_values
 from everyrank.errors import WorkloadError
 from everyrank.runs import checkpoints_of, damage, find_checkpoint, is_better
 from everyrank.strategies import Prepared
@@ -236,6 +237,39 @@ def test_is_better_compares_by_the_name_of_the_metric() -> None:
 def test_setting_that_json_cannot_hold_is_refused_before_the_training(ranks: Any, tmp_path: Path, value: Any) -> None:
     (error_message,) = ranks(1, error_of_a_saver_with_a_setting, tmp_path, value)
     assert error_message.startswith(f"--set x={value}: checkpoints cannot hold this value")
+
+
+class Rule:
+    """An object that needs a pickle."""
+
+
+@pytest.mark.parametrize("value", [lambda step: step, Rule(), threading.Lock()], ids=["lambda", "object", "lock"])
+def test_schedule_with_an_object_is_refused(value: Any) -> None:
+    """torch raises different errors: some when it saves the values, others when it loads them safely."""
+    with pytest.raises(WorkloadError, match=r"object that cannot be saved safely .*--save-every 0"):
+        check_values({"schedule": {"rule": value}})
+
+
+class ScheduleWithLock(torch.optim.lr_scheduler.ConstantLR):
+    """A schedule whose state cannot be copied."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.lock = threading.Lock()
+        super().__init__(optimizer)
+
+
+def test_schedule_that_cannot_be_copied_is_refused(ranks: Any) -> None:
+    (message,) = ranks(1, error_of_a_schedule_with_a_lock)
+    assert "object that cannot be saved safely (TypeError: cannot pickle" in message
+    assert message.endswith("train with --save-every 0")
+
+
+def error_of_a_schedule_with_a_lock(world: World) -> str:
+    """Return the message for the values of a training whose schedule has a lock."""
+    session = TrainingSession(world, zoo.workload("frozen", schedule=ScheduleWithLock), "single")
+    with pytest.raises(WorkloadError) as caught:
+        values_of(session.prepared.trainable)
+    return str(caught.value)
 
 
 def error_of_a_saver_with_a_setting(world: World, run: Path, value: Any) -> str:

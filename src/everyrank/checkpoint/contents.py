@@ -27,7 +27,16 @@ from everyrank.parallel.pipeline.blocks import held_elsewhere
 from everyrank.parallel.trainable import Trainable
 from everyrank.world import World
 
-__all__ = ["aliases_of", "load_copies", "load_state", "model_tensors", "targets_for", "tensors_of", "values_of"]
+__all__ = [
+    "aliases_of",
+    "load_copies",
+    "load_state",
+    "model_tensors",
+    "targets_for",
+    "tensors_of",
+    "unsaveable",
+    "values_of",
+]
 
 # A plain number in an optimizer's state is saved as a tensor without dimensions; a suffix of its key is its type.
 _NUMBERS: dict[str, type] = {"#bool": bool, "#int": int, "#float": float}
@@ -126,17 +135,33 @@ def values_of(trainable: Trainable) -> dict[str, Any]:
 
     Also the class names of optimizer and schedule. They are equal on all ranks.
     """
-    groups = [
-        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        for group in trainable.optimizer.param_groups
-    ]
     scaler = trainable.scaler
     return {
-        "groups": groups,
+        "groups": [
+            {key: _copied(value) for key, value in group.items() if key != "params"}
+            for group in trainable.optimizer.param_groups
+        ],
         "kinds": _kinds(trainable),
-        "schedule": copy.deepcopy(trainable.schedule.state_dict()) if trainable.schedule is not None else None,
+        "schedule": _copied(trainable.schedule.state_dict()) if trainable.schedule is not None else None,
         "scale": [scaler.scale, scaler.good_steps] if scaler is not None else None,
     }
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a value of the schedule or a group. Raises `WorkloadError` if Python cannot copy it."""
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:  # an object of the user may raise any exception
+        raise unsaveable(error) from error
+
+
+def unsaveable(error: Exception) -> WorkloadError:
+    """Return the error for an object that cannot be copied, or saved without a pickle that could run code."""
+    reason = next(iter(str(error).strip().splitlines()), "")
+    return WorkloadError(
+        "the schedule or the optimizer's groups hold an object that cannot be saved safely "
+        f"({type(error).__name__}: {reason}); train with --save-every 0"
+    )
 
 
 def _kinds(trainable: Trainable) -> list[str]:

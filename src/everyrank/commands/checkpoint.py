@@ -10,7 +10,7 @@ from pathlib import Path
 from everyrank.commands.shared import check_writable
 from everyrank.errors import CHECK_FAILED, printable
 from everyrank.record import write_text
-from everyrank.runs import Checkpoint, CheckpointMetadata, all_of, damage, fields_of, find_checkpoint
+from everyrank.runs import Checkpoint, CheckpointMetadata, all_of, damage, fields_of, find_checkpoint, run_of
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -45,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
         summary = f"{args.out}: {len(state)} tensors after update {checkpoint.metadata.step}, from {checkpoint.path}"
         print(f"wrote {printable(summary)}")
         return 0
-    run = args.folder.parent if args.folder.name == "checkpoints" else args.folder
-    checkpoints = all_of(run)
+    checkpoints = all_of(run_of(args.folder))
     if not any(checkpoint_or_none for _, checkpoint_or_none in checkpoints):
         checkpoint = find_checkpoint(args.folder)  # a single checkpoint, or an error that lists what the folder has
         checkpoints = [(checkpoint.path, checkpoint)]

@@ -35,6 +35,7 @@ from everyrank.runs.folder import (
     refuse_damaged,
     remove_old_checkpoints,
     require_whole,
+    run_of,
     score_of,
     set_aside_newer,
 )
@@ -83,6 +84,7 @@ __all__ = [
     "refuse_damaged",
     "remove_old_checkpoints",
     "require_whole",
+    "run_of",
     "score_of",
     "set_aside_newer",
     "write_metadata",

@@ -32,6 +32,7 @@ __all__ = [
     "refuse_damaged",
     "remove_old_checkpoints",
     "require_whole",
+    "run_of",
     "score_of",
     "set_aside_newer",
 ]
@@ -186,6 +187,15 @@ def _named_steps(run: Path) -> list[Path]:
     return sorted(folders, key=lambda path: int(names[path][1]))
 
 
+def run_of(path: Path) -> Path:
+    """Return the folder of the run whose folder, or folder of checkpoints, is at `path`.
+
+    A run's own folder may be called `checkpoints`, too.
+    """
+    full_path = path.resolve() if path.name in ("", "..") else path  # `.` has no name
+    return full_path.parent if full_path.name == _FOLDER and not _named_steps(path) else path
+
+
 def find_checkpoint(path: Path) -> Checkpoint:
     """Return the newest checkpoint of a run's folder, or the checkpoint at `path`.
 
@@ -193,8 +203,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
     """
     if (path / METADATA_FILE).exists():
         return checkpoint_named(_by_its_name(path))
-    run = path.parent if path.name == _FOLDER else path
-    folders = _named_steps(run)
+    folders = _named_steps(run_of(path))
     if folders:
         return checkpoint_named(_by_its_name(folders[-1]))
     if path.is_file():
@@ -240,6 +249,7 @@ def set_aside_newer(checkpoint: Checkpoint) -> None:
     Raises `UsageError` if a newer one is undamaged: resuming would mix two trainings in one folder.
     """
     run = checkpoint.path.parent.parent
+    damaged_paths: list[Path] = []
     for path in _named_steps(run):
         match = NAME.fullmatch(path.name)
         if match is None or int(match[1]) <= checkpoint.metadata.step:
@@ -253,8 +263,15 @@ def set_aside_newer(checkpoint: Checkpoint) -> None:
                 f"{checkpoint.path}: {path.name} of the same run is newer and undamaged; resume with another --out, "
                 "or remove the newer one"
             )
+        damaged_paths.append(path)
+    for path in damaged_paths:  # after all checks, so that a refused run stays as it is
         shutil.rmtree(path.with_name(path.name + _DAMAGED), ignore_errors=True)
         path.rename(path.with_name(path.name + _DAMAGED))
+    best = run / _FOLDER / _BEST
+    if best.is_symlink() and not best.exists():  # it pointed at one of them
+        with contextlib.suppress(OSError):
+            best.unlink()
+        mark_best(run, checkpoint.metadata.best_by)
 
 
 def all_of(run: Path) -> list[tuple[Path, Checkpoint | None]]:
