@@ -223,6 +223,19 @@ def test_inspect_lists_each_checkpoint_and_marks_the_damaged_one(
     assert output.count("step-0000000") == 3
 
 
+def test_checkpoint_commands_suggest_themselves(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last good checkpoint is no argument of `--resume` there."""
+    flip_bit(step_folder(run_folder, 6) / "__0_0.distcp")
+    out = run_folder / "w.pt"
+    for corrupt in (lambda _: None, cut_about):
+        corrupt(step_folder(run_folder, 6))
+        line = refusal_message(capsys, "checkpoint", "export", step_folder(run_folder, 6), out)
+        assert f"the last good one: everyrank checkpoint export {step_folder(run_folder, 4)}" in line
+    line = refusal_message(capsys, "checkpoint", "inspect", step_folder(run_folder, 6))
+    assert f"the last good one: everyrank checkpoint inspect {step_folder(run_folder, 4)}" in line
+    assert not out.exists()
+
+
 def paths_without_a_run(folder: Path) -> dict[str, Path]:
     """Create files and folders that are not runs, and return their paths by name. Two of the paths do not exist."""
     (folder / "empty").mkdir()

@@ -40,7 +40,7 @@ def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
     Raises `UsageError` for a damaged checkpoint and for a path that cannot be written.
     """
     check_weights_suffix(path, "export")
-    require_whole(checkpoint, deep=True)
+    require_whole(checkpoint, deep=True, command="everyrank checkpoint export")
     entries = contents_of(checkpoint)
     model_entries = {name: metadata for name, metadata in entries.items() if name.startswith("model/")}
     for alias, name in checkpoint.metadata.aliases.items():

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.kind == "export":
         from everyrank.checkpoint import export
 
-        checkpoint = find_checkpoint(args.folder)
+        checkpoint = find_checkpoint(args.folder, "everyrank checkpoint export")
         check_writable(args.out)
         state = export(checkpoint, args.out)
         summary = f"{args.out}: {len(state)} tensors after update {checkpoint.metadata.step}, from {checkpoint.path}"
@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     checkpoints = all_of(run_of(args.folder))
     if not any(checkpoint_or_none for _, checkpoint_or_none in checkpoints):
-        checkpoint = find_checkpoint(args.folder)  # a single checkpoint, or an error that lists what the folder has
+        # a single checkpoint, or an error that lists what the folder has
+        checkpoint = find_checkpoint(args.folder, "everyrank checkpoint inspect")
         checkpoints = [(checkpoint.path, checkpoint)]
     return _inspect(checkpoints, args.json)
 

@@ -41,6 +41,7 @@ _FOLDER = "checkpoints"
 _UNFINISHED = ".tmp"
 _DAMAGED = ".damaged"
 _BEST = "best"
+_RESUME = "--resume"  # precedes the last good checkpoint in a message
 
 
 def new_folder(run: Path, step: int) -> Path:
@@ -196,22 +197,23 @@ def run_of(path: Path) -> Path:
     return full_path.parent if full_path.name == _FOLDER and not _named_steps(path) else path
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
+def find_checkpoint(path: Path, command: str = _RESUME) -> Checkpoint:
     """Return the newest checkpoint of a run's folder, or the checkpoint at `path`.
 
-    Raises `UsageError` if there is none, or if it cannot be read; then the message has the last good one.
+    Raises `UsageError` if there is none, or if it cannot be read; then the message has the last good one, after
+    `command`.
     """
     if (path / METADATA_FILE).exists():
-        return checkpoint_named(_by_its_name(path))
+        return checkpoint_named(_by_its_name(path), command)
     folders = _named_steps(run_of(path))
     if folders:
-        return checkpoint_named(_by_its_name(folders[-1]))
+        return checkpoint_named(_by_its_name(folders[-1]), command)
     if path.is_file():
         raise UsageError(f"{path}: a file, not the folder of a run or a checkpoint; weights go to --pretrained")
     if not path.exists():
         raise UsageError(f"{path}: no such folder; give the folder of a run, or one of its checkpoints")
     if NAME.fullmatch(path.name) and path.parent.name == _FOLDER:
-        return checkpoint_named(_by_its_name(path))
+        return checkpoint_named(_by_its_name(path), command)
     if (path / ".metadata").is_file():
         raise UsageError(
             f"{path}: a checkpoint of another program (no {METADATA_FILE}); everyrank resumes only its own checkpoints"
@@ -235,12 +237,12 @@ def _by_its_name(path: Path) -> Path:
     return parent / target.name if target.parent == parent.resolve() else target
 
 
-def checkpoint_named(path: Path) -> Checkpoint:
+def checkpoint_named(path: Path, command: str = _RESUME) -> Checkpoint:
     """Return the checkpoint in exactly this folder. Raises `UsageError` for a missing or invalid about.json."""
     try:
         return read_metadata(path)
     except UsageError as error:
-        raise UsageError(f"{error}{_suggest_last_good(path)}") from None
+        raise UsageError(f"{error}{_suggest_last_good(path, command)}") from None
 
 
 def set_aside_newer(checkpoint: Checkpoint) -> None:
@@ -293,20 +295,20 @@ def last_good(damaged: Path) -> Checkpoint | None:
     return None
 
 
-def _suggest_last_good(damaged: Path) -> str:
+def _suggest_last_good(damaged: Path, command: str) -> str:
     if damaged.parent.name != _FOLDER:
         return ""
     good = last_good(damaged)
-    return f"; the last good one: --resume {good.path}" if good else "; no other checkpoint of this run is undamaged"
+    return f"; the last good one: {command} {good.path}" if good else "; no other checkpoint of this run is undamaged"
 
 
-def require_whole(checkpoint: Checkpoint, deep: bool = False) -> None:
-    """Raise `UsageError` for a damaged checkpoint, offering the last good one."""
+def require_whole(checkpoint: Checkpoint, deep: bool = False, command: str = _RESUME) -> None:
+    """Raise `UsageError` for a damaged checkpoint, offering the last good one after `command`."""
     reason = damage(checkpoint, deep=deep)
     if reason is not None:
-        refuse_damaged(checkpoint, reason)
+        refuse_damaged(checkpoint, reason, command)
 
 
-def refuse_damaged(checkpoint: Checkpoint, reason: str) -> NoReturn:
+def refuse_damaged(checkpoint: Checkpoint, reason: str, command: str = _RESUME) -> NoReturn:
     """Raise `UsageError` for a damaged checkpoint; the message suggests the last good one."""
-    raise UsageError(f"{checkpoint.path}: damaged: {reason}{_suggest_last_good(checkpoint.path)}")
+    raise UsageError(f"{checkpoint.path}: damaged: {reason}{_suggest_last_good(checkpoint.path, command)}")
