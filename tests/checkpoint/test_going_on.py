@@ -186,17 +186,24 @@ class OddOptimizer(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(
-    "changed_fields", [{"model": CountingModel}, {"optimizer": OddOptimizer}], ids=["extra state", "dtypes"]
+    ("changed_fields", "layout", "size"),
+    [
+        ({"model": CountingModel}, "single", 1),
+        ({"model": CountingModel}, "fsdp", 2),
+        ({"optimizer": OddOptimizer}, "single", 1),
+        ({"optimizer": OddOptimizer}, "ddp", 2),
+    ],
+    ids=["extra state", "extra state, fsdp", "dtypes", "dtypes, ddp"],
 )
 def test_resume_restores_extra_state_and_the_dtypes_of_the_optimizer(
-    ranks: Any, tmp_path: Path, changed_fields: dict[str, Any]
+    ranks: Any, tmp_path: Path, changed_fields: dict[str, Any], layout: str, size: int
 ) -> None:
     """The extra state of a module is a copy. torch casts the state of an optimizer when it is loaded."""
     workload = dataclasses.replace(zoo.workload("frozen", blocks=None), **changed_fields)
-    (row,) = ranks(1, train_and_resume, "single", workload, 0, tmp_path)
-    assert_equal_tensors(row["at_save"][0][0], row["at_save"][1][0])
-    assert torch.equal(torch.stack(row["whole"][0]), torch.stack(row["again"][0]))
-    assert_equal_tensors(row["whole"][1], row["again"][1])
+    for row in ranks(size, train_and_resume, layout, workload, 0, tmp_path):
+        assert_equal_tensors(row["at_save"][0][0], row["at_save"][1][0])
+        assert torch.equal(torch.stack(row["whole"][0]), torch.stack(row["again"][0]))
+        assert_equal_tensors(row["whole"][1], row["again"][1])
 
 
 @pytest.mark.parametrize("value", [(3, 4), {1: 2}, [(1,), {"a": (2, 3)}]], ids=["tuple", "dict", "nested"])
