@@ -7,8 +7,11 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +21,7 @@ import pytest
 from everyrank.errors import RankFailedError
 from everyrank.launch import RankInfo
 from everyrank.script import read_command, watching
-from everyrank.script.command import can_preload_torch
+from everyrank.script.command import can_preload_torch, imports_horovod
 from everyrank.script.variables import rank_variables
 from processes import Cli, refusal_message
 
@@ -365,6 +368,48 @@ def test_torch_is_not_preloaded_if_the_script_sets_variables_first(tmp_path: Pat
     """If a script sets environment variables before it imports torch, its process must not have imported torch."""
     (tmp_path / "script.py").write_text(source)
     assert can_preload_torch(read_command([str(tmp_path / "script.py")])) is expected
+
+
+LIKE_PYTHON = """
+import dataclasses, sys
+import neighbour
+
+@dataclasses.dataclass
+class Config:
+    rate: float = 0.1
+
+print(__file__, sys.path[0], sys.argv, [field.type for field in dataclasses.fields(Config)])
+"""
+
+
+def test_script_runs_as_under_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script that is a symlink imports its neighbours. `__file__` is absolute, and annotations are not strings."""
+    for name in ("real", "links"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "real" / "neighbour.py").touch()
+    (tmp_path / "real" / "train.py").write_text(LIKE_PYTHON)
+    (tmp_path / "links" / "train.py").symlink_to(tmp_path / "real" / "train.py")
+    monkeypatch.chdir(tmp_path / "links")
+    expected = subprocess.run([sys.executable, "train.py", "-x"], capture_output=True, text=True, check=True).stdout
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    read_command(["train.py", "-x"]).run()
+    sys.modules.pop("neighbour")
+    assert capsys.readouterr().out == expected
+    assert f"{tmp_path}/links/train.py {tmp_path}/real " in expected
+
+
+def test_script_is_checked_without_its_warnings(tmp_path: Path) -> None:
+    """Each rank shows the warnings of the script. The checks before it would repeat them, without a file name."""
+    (tmp_path / "script.py").write_text("import re\nre.compile('\\d')\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        command = read_command([str(tmp_path / "script.py")])
+        assert not imports_horovod(command)
+        assert not can_preload_torch(command)
 
 
 def test_rank_variables_for_file_and_tcp_rendezvous(tmp_path: Path) -> None:
