@@ -244,7 +244,7 @@ def test_watched_ranks_of_one_host_have_the_same_folder(
 ) -> None:
     """The parent process distinguishes the starts of a launcher, but not ranks that a user starts one by one."""
     parents = map(str, itertools.count())
-    monkeypatch.setattr(watching, "_launcher_process", lambda _: next(parents))
+    monkeypatch.setattr(watching, "launcher_process", lambda _: next(parents))
     ranks = [watching._run_from_environment({**environment, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
     runs = [run for run in ranks if run is not None]
     assert [(run.rank, run.size, run.is_one_host) for run in runs] == [(0, 2, True), (1, 2, True)]
@@ -289,7 +289,7 @@ def test_watched_ranks_without_launcher_find_each_other_by_their_store(
 ) -> None:
     """Ranks that call `init_process_group(init_method="tcp://...")` have different parents, or different hosts."""
     parents = map(str, itertools.count())
-    monkeypatch.setattr(watching, "_launcher_process", lambda _: next(parents))
+    monkeypatch.setattr(watching, "launcher_process", lambda _: next(parents))
     runs = [watching._run_of_group(store.group(rank)) for rank in range(2)]
     assert (runs[0].key == runs[1].key) is has_address
     assert (runs[0].is_one_host, runs[0].is_unique) == (is_one_host, not has_address)
@@ -425,6 +425,27 @@ def test_rank_variables_for_file_and_tcp_rendezvous(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with pytest.raises(RankFailedError, match=r"rank 0 .* within 0\.1 s"):
         rank_variables(RankInfo(1, 1, 2, 2, "spawn", (tmp_path / "other" / "rendezvous").as_uri()), 0.1)
+
+
+def test_ranks_do_not_read_the_address_of_an_earlier_start(tmp_path: Path) -> None:
+    """All starts of mpirun and srun on a host have one folder. In one start, several scripts may run in turn."""
+
+    def port_of(rank: int, start: str, timeout_seconds: float = 0.1) -> str:
+        url = (tmp_path / f"meeting-{start}").as_uri()
+        return rank_variables(RankInfo(rank, rank, 2, 2, "mpi", url), timeout_seconds)["MASTER_PORT"]
+
+    first = port_of(0, "first")
+    with pytest.raises(RankFailedError, match="did not publish its address"):
+        port_of(1, "second")
+    assert port_of(1, "first") == first
+    with pytest.raises(RankFailedError, match="did not publish its address"):
+        port_of(1, "first")
+    second_script = port_of(0, "first")
+    assert port_of(1, "first") == second_script
+    for path in tmp_path.iterdir():
+        os.utime(path, (time.time() - 2 * 86_400,) * 2)
+    port_of(0, "third")
+    assert [path.name for path in tmp_path.iterdir()] == ["meeting-third.address"]
 
 
 def test_launch_runs_a_module(cli: Cli, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from everyrank.errors import EveryrankError, UsageError
 from everyrank.launch import (
     Launch,
     node,
+    rank_info,
     rank_info_from_environment,
     slurm,
 )
@@ -290,10 +291,42 @@ def test_rendezvous_of_one_host_is_a_private_file(monkeypatch: pytest.MonkeyPatc
     }
     [path] = {path_of_file_url(info.rendezvous_url) for info in infos.values() if info is not None}
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr(os, "getppid", lambda: os.getpid())
+    monkeypatch.setattr(rank_info, "launcher_process", lambda _: "a later one")
     info_of_next_job = rank_info_from_environment(OPEN_MPI)
     assert info_of_next_job is not None
     assert path_of_file_url(info_of_next_job.rendezvous_url) != path
+
+
+def test_starts_of_mpich_in_one_slurm_job_have_different_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A batch script or an interactive step may run mpirun several times. Tasks of srun are one start of their step."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def path_of(launcher: str, environment: dict[str, str]) -> Path:
+        monkeypatch.setattr(rank_info, "launcher_process", lambda _: launcher)
+        info = rank_info_from_environment(environment)
+        assert info is not None
+        return path_of_file_url(info.rendezvous_url)
+
+    step = {**SRUN, "SLURM_NODEID": "0", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "6"}
+    for slurm_variables in (SLURM_JOB, step):
+        environment = slurm_variables | MPICH
+        assert path_of("1 10", environment) == path_of("1 10", environment) != path_of("2 20", environment)
+    step |= {"SLURM_NTASKS": "6"}
+    assert path_of("1 10", step) == path_of("2 20", step) != path_of("1 10", {**step, "SLURM_STEP_ID": "1"})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "", "n01"])
+def test_ranks_of_one_host_need_no_complete_master_address(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str
+) -> None:
+    """Without a port, MASTER_ADDR is not enough to meet, and not needed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    info = rank_info_from_environment(MPICH | {"MASTER_ADDR": address})
+    assert info is not None
+    assert path_of_file_url(info.rendezvous_url).parent.parent == tmp_path
+    complete = rank_info_from_environment(MPICH | {"MASTER_ADDR": "n01", "MASTER_PORT": "29500"})
+    assert complete is not None
+    assert complete.rendezvous_url == "tcp://n01:29500"
 
 
 def test_rendezvous_folder_that_others_may_control_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
