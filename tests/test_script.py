@@ -20,13 +20,13 @@ import pytest
 
 from everyrank.errors import RankFailedError
 from everyrank.launch import RankInfo
-from everyrank.script import read_command, watching
+from everyrank.script import rank, read_command, watching
 from everyrank.script.command import can_preload_torch, imports_horovod
 from everyrank.script.variables import rank_variables
 from processes import Cli, refusal_message
 
 SCRIPT = """
-import json, os, signal, sys, time
+import atexit, json, os, signal, sys, time
 import torch
 import torch.distributed as dist
 
@@ -57,6 +57,7 @@ if __name__ == "__main__":
     mode = sys.argv[1]
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    atexit.register(lambda: open(f"ended{rank}", "w").close())
     print(f"rank {rank} of {dist.get_world_size()}, {sys.argv[1:]}", flush=True)
     if mode == "signal":
         def save(number, _):
@@ -111,7 +112,10 @@ def test_launch_runs_a_torchrun_script(cli: Cli, tmp_path: Path, train: Path) ->
 )
 @pytest.mark.usefixtures("train")
 def test_launch_names_the_rank_and_line_that_failed_first(cli: Cli, tmp_path: Path, mode: str, cause: str) -> None:
-    """The error names the failed rank and its line, not a rank that lost its peer. No process is left."""
+    """The error names the failed rank and its line, not a rank that lost its peer. No process is left.
+
+    Exit functions of the script run as under Python.
+    """
     running = cli.start(tmp_path, "launch", "--processes", 2, "train.py", mode)
     status, _, err = running.end()
     assert status == 4
@@ -119,6 +123,7 @@ def test_launch_names_the_rank_and_line_that_failed_first(cli: Cli, tmp_path: Pa
     assert "everyrank: rank 1 of 2 on " in last_line, err
     assert cause in last_line
     assert line_of(mode) in last_line
+    assert (tmp_path / "ended1").exists() is (mode not in ("exit now", "segfault"))
     assert running.remaining_processes() == {}
 
 
@@ -410,6 +415,18 @@ def test_script_is_checked_without_its_warnings(tmp_path: Path) -> None:
         command = read_command([str(tmp_path / "script.py")])
         assert not imports_horovod(command)
         assert not can_preload_torch(command)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(None, 0), (False, 0), (256, 0), (3, 3), (True, 1), (-1, 255), ("no data", 1), (0.0, 1)]
+)
+def test_status_of_sys_exit_is_that_of_python(code: Any, status: int) -> None:
+    """`sys.exit` takes numbers, of which the parent process gets eight bits, and texts."""
+    if status == 0:
+        rank._check_status(SystemExit(code))
+        return
+    with pytest.raises(RankFailedError, match=f"exited with status {status}(: {code})?$"):
+        rank._check_status(SystemExit(code))
 
 
 def test_rank_variables_for_file_and_tcp_rendezvous(tmp_path: Path) -> None:

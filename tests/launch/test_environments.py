@@ -192,6 +192,10 @@ WRONG_ENVIRONMENTS: dict[str, tuple[dict[str, str], list[str]]] = {
         {**SRUN, "WORLD_SIZE": "8"},
         ["WORLD_SIZE=8", "srun set 6", "--ntasks=8", "unset WORLD_SIZE"],
     ),
+    "WORLD_SIZE differs from mpirun": (
+        {**OPEN_MPI, "WORLD_SIZE": "8"},
+        ["mpirun set 4", "start 8 ranks (mpirun -np 8), or unset WORLD_SIZE"],
+    ),
     "RANK differs from mpirun": ({**OPEN_MPI, "RANK": "0"}, ["RANK=0", "mpirun set 2", "unset RANK"]),
     "LOCAL_RANK differs from mpirun": ({**MPICH, "LOCAL_RANK": "0"}, ["LOCAL_RANK=0", "mpirun set 3"]),
     "LOCAL_WORLD_SIZE differs from srun": ({**SRUN, "LOCAL_WORLD_SIZE": "6"}, ["LOCAL_WORLD_SIZE=6", "srun set 3"]),
@@ -256,6 +260,18 @@ def test_only_rank_0_reports_errors_under_each_launcher(monkeypatch: pytest.Monk
                 environment_patch.setenv(rank_variable, str(rank))
                 are_reporting.append(is_reporting_rank())
             assert are_reporting == [True, False]
+
+
+def test_rank_0_of_torchrun_reports_if_srun_numbers_the_nodes_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The c10d rendezvous of torchrun gives the lowest ranks to the node that comes first."""
+    for variable, value in {**SRUN, **TORCHRUN}.items():
+        monkeypatch.setenv(variable, value)
+    are_reporting: list[bool] = []
+    for task, rank in ((0, 2), (0, 3), (1, 0), (1, 1)):
+        monkeypatch.setenv("SLURM_PROCID", str(task))
+        monkeypatch.setenv("RANK", str(rank))
+        are_reporting.append(is_reporting_rank())
+    assert are_reporting == [False, False, True, False]
 
 
 def test_one_rank_reports_a_leftover_variable(monkeypatch: pytest.MonkeyPatch) -> None:
