@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from everyrank.errors import RankFailedError
-from everyrank.launch import RankInfo
-from everyrank.script import rank, read_command, watching
+from everyrank.launch import Launch, RankInfo
+from everyrank.script import rank, read_command, start, variables, watching
 from everyrank.script.command import can_preload_torch, imports_horovod
 from everyrank.script.variables import rank_variables
 from processes import Cli, refusal_message
@@ -429,6 +429,21 @@ def test_status_of_sys_exit_is_that_of_python(code: Any, status: int) -> None:
         rank._check_status(SystemExit(code))
 
 
+@pytest.mark.parametrize(
+    ("launch", "module"),
+    [
+        (Launch(processes=2), "preloaded"),
+        (Launch(processes=1), "rank"),
+        (Launch(processes=2, nodes=2, node_rank=0, rendezvous="n0:29500"), "rank"),
+        (Launch("mpi", processes=2), "rank"),  # has no fork server, and may start one rank on each host
+    ],
+)
+def test_only_rank_of_a_host_imports_torch_with_all_threads(tmp_path: Path, launch: Launch, module: str) -> None:
+    """Under everyrank's OMP_NUM_THREADS=1, torch would compute with one thread. torchrun leaves the cores to it."""
+    (tmp_path / "script.py").write_text("import torch\n")
+    assert start._module_of_ranks(launch, read_command([str(tmp_path / "script.py")])) == module
+
+
 def test_rank_variables_for_file_and_tcp_rendezvous(tmp_path: Path) -> None:
     """With a file rendezvous, rank 0 reserves a port and the other ranks read it. A launcher's TCP address is kept."""
     url = (tmp_path / "rendezvous").as_uri()
@@ -463,6 +478,20 @@ def test_ranks_do_not_read_the_address_of_an_earlier_start(tmp_path: Path) -> No
         os.utime(path, (time.time() - 2 * 86_400,) * 2)
     port_of(0, "third")
     assert [path.name for path in tmp_path.iterdir()] == ["meeting-third.address"]
+
+
+@pytest.mark.parametrize("is_same_host", [True, False])
+def test_host_of_rank_0_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_same_host: bool) -> None:
+    """In a container that has only a loopback interface, the ranks of several simulated nodes meet there."""
+    monkeypatch.setattr(variables, "usable_interfaces", lambda: {"lo": "127.0.0.1"})
+    url = "meet://" + str(tmp_path / "address")
+    assert rank_variables(RankInfo(0, 0, 2, 1, "ray", url), 5.0)["MASTER_ADDR"] == "127.0.0.1"
+    if is_same_host:
+        assert rank_variables(RankInfo(1, 0, 2, 1, "ray", url), 5.0)["MASTER_ADDR"] == "127.0.0.1"
+    else:
+        monkeypatch.setattr(variables, "boot_id", lambda: "a different host")
+        with pytest.raises(RankFailedError, match="the host of rank 0 has no network interface"):
+            rank_variables(RankInfo(1, 0, 2, 1, "ray", url), 5.0)
 
 
 def test_launch_runs_a_module(cli: Cli, tmp_path: Path) -> None:

@@ -70,8 +70,15 @@ def _master(info: RankInfo, environment: Mapping[str, str], timeout_seconds: flo
             f"{info.started_by} started {info.size} ranks on several hosts, but no common address is set: set "
             "MASTER_ADDR and MASTER_PORT"
         )
-    is_here = row["boot"] == boot_id() or not row["addresses"]
-    return "127.0.0.1" if is_here and info.local_size == info.size else row["addresses"][0], row["port"]
+    is_here, addresses = row["boot"] == boot_id(), row["addresses"]
+    if is_here and (info.local_size == info.size or not addresses):
+        return "127.0.0.1", row["port"]
+    if not addresses:
+        raise RankFailedError(
+            "the host of rank 0 has no network interface that other hosts can reach: start it with one (a container: "
+            "with the network of its host), or start all ranks on one host"
+        )
+    return addresses[0], row["port"]
 
 
 def _through_file(info: RankInfo, path: Path, timeout_seconds: float) -> dict[str, Any]:
