@@ -218,7 +218,7 @@ def local(tensor: Any) -> Any:
 
 def checksum(tensor: Any) -> int:
     """The CRC-32 of the bytes of a tensor's local part."""
-    return zlib.crc32(local_bytes(tensor))
+    return zlib.crc32(local_bytes(tensor).data)
 
 
 def local_bytes(tensor: Any) -> np.ndarray:
