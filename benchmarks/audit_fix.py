@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from silent_bugs import FOLDER, MISTAKE, field, provenance
+from silent_bugs import CORPUS_FOLDER, MISTAKE_MARK, header_field, provenance
 
 
 def audit_with_fix(script: Path) -> dict[str, Any]:
@@ -64,11 +64,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for script in sorted(FOLDER.glob("*.py")):
+    for script in sorted(CORPUS_FOLDER.glob("*.py")):
         text = script.read_text()
         if (
-            MISTAKE not in text
-            or field(text, "Kind") == "parallelize"
+            MISTAKE_MARK not in text
+            or header_field(text, "Kind") == "parallelize"
             or (args.names and script.stem not in args.names)
         ):
             continue

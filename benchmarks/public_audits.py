@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from silent_bugs import alarms, details, provenance
+from silent_bugs import alarm_details, alarms_by_rule, provenance
 
 SCRIPTS = Path(__file__).parent / "public_scripts.json"
 RECORD = Path(__file__).parent / "records" / "public-audits-cpu.json"
@@ -85,7 +85,7 @@ def run_audit(script: dict[str, Any], way: str, roots: dict[str, Path]) -> dict[
         result = json.loads(out.read_text()) if out.exists() else {}
         return {
             "status": process.returncode,
-            "findings": details(alarms(result)),
+            "findings": alarm_details(alarms_by_rule(result)),
             "not_compared": [
                 reason.partition("not compared, because ")[2] or reason.partition(": ")[2]
                 for reason in result.get("not_checked", [])

@@ -1,24 +1,25 @@
-"""The corpus of silent bugs, each under the command that is for it: found or not, what was named, and false alarms.
+"""Run `everyrank audit` or `everyrank verify` on each silent bug of the corpus, and count bugs found and false alarms.
 
 Run: python benchmarks/silent_bugs.py [--blind [N]] [--json F] [--docs] [NAME ...]
 
-`Kind: script`: the script of benchmarks/silent_bugs/ under `everyrank audit`, as it is and with --right, its smallest
-correction; then the scripts of correct/. `Kind: parallelize`: its function under
-`everyrank.testing.assert_same_gradients`, which is what `everyrank verify --layout FILE:MESH` looks at first; as it is
-and with RIGHT=1.
+Files of benchmarks/silent_bugs/ with `Kind: script` run under `everyrank audit`, first with the mistake and then with
+--right, their smallest correction. Then the scripts of correct/ run. In files with `Kind: parallelize`, the function
+runs under `everyrank.testing.assert_same_gradients`, which is the first check of `everyrank verify --layout FILE:MESH`,
+first with the mistake and then with RIGHT=1. The columns:
 
-found   audit: a FAIL or WARN that the corrected script does not get; verify: DIFFERENT
-cause   what is named is what the file's own `Expected:` says: a rule of audit, or words that verify has to say, all
-line    audit: the line that the file marks is among those that a finding shows, at most four; verify names tensors
-first   it is the first of them: findings show the line to change most likely first
-A FAIL or WARN for a corrected or a correct script, or DIFFERENT for a right function, is a false alarm.
+found   audit reports a FAIL or WARN that it does not report for the corrected script; verify reports DIFFERENT
+cause   the report has what the file's `Expected:` lists: for audit the rule, for verify all of the texts
+line    a finding of audit shows the marked line, among at most four; verify names tensors instead
+first   the marked line is the first of them; findings show the line to change most likely first
 
---docs writes the tables of docs/silent-bugs.md from the Record. --blind N audits a blind set:
-silent_bugs/blind_set/ and silent_bugs/blind_set_2/ with 15 mistakes each and 10 and 12 correct scripts,
-silent_bugs/blind_set_3/ to blind_set_7/ with 24 and 20, by writers who had seen neither the rules nor the corpus.
-Their first results are what counts; since then they have been looked at, like the others. There, NAME.py is the right
-script, and wrong/NAME.patch puts the mistake into it. Sets 3 to 6 run under `everyrank audit --compare`, and their
-Records have all findings; the cause is judged by a reader.
+A false alarm is a FAIL or WARN for a corrected or a correct script, or DIFFERENT for a corrected function.
+
+--docs writes the tables of docs/silent-bugs.md from the Record. NAME runs only these files, and with --json F replaces
+their rows in F. --blind N audits a blind set. Sets 1 and 2 have 15 mistakes each, and 10 and 12 correct scripts. Sets 3
+to 7 have 24 mistakes and 20 correct scripts each. Their writers knew neither the rules nor the corpus. Only the first
+run of a set is blind, because the rules were improved with it afterwards. In a blind set, NAME.py is the correct script
+and wrong/NAME.patch adds the mistake. Sets 3 to 7 run under `everyrank audit --compare`, and their Records have all
+findings. A reader judges whether their cause is right.
 """
 
 from __future__ import annotations
@@ -38,200 +39,216 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent / "silent_bugs"
-BLIND = {1: FOLDER / "blind_set", **{int(path.name[-1]): path for path in sorted(FOLDER.glob("blind_set_?"))}}
+CORPUS_FOLDER = Path(__file__).parent / "silent_bugs"
+BLIND_SETS = {  # number -> folder
+    1: CORPUS_FOLDER / "blind_set",
+    **{int(folder.name[-1]): folder for folder in sorted(CORPUS_FOLDER.glob("blind_set_?"))},
+}
 RECORD = Path(__file__).parent / "records" / "silent-bugs-cpu.json"
-DOCS = Path(__file__).parents[1] / "docs" / "silent-bugs.md"
-MISTAKE = "# <- the mistake"
-BEGIN, END = "<!-- generated: python benchmarks/silent_bugs.py --docs -->", "<!-- end -->"
+DOCS_PAGE = Path(__file__).parents[1] / "docs" / "silent-bugs.md"
+MISTAKE_MARK = "# <- the mistake"  # at the end of the wrong line
+BEGIN_MARK, END_MARK = "<!-- generated: python benchmarks/silent_bugs.py --docs -->", "<!-- end -->"
 
 
-def field(text: str, name: str) -> str:
-    """A line of the docstring: `Expected: gradient.scale`."""
-    found = re.search(rf"^{name}:\s*(.*?)$", text, re.MULTILINE)
-    return found[1] if found else ""
+def header_field(text: str, name: str) -> str:
+    """Return the value of a field in a file's docstring: "gradient.scale" if it has `Expected: gradient.scale`."""
+    match = re.search(rf"^{name}:\s*(.*?)$", text, re.MULTILINE)
+    return match[1] if match else ""
 
 
-# --- the blind sets: a right script and a patch
+# --- blind sets: a correct script and a patch
 
 
-def patched(text: str, patch: str) -> str:
-    """The text after a unified diff. Raises ValueError where a line to keep or to remove is a different one."""
-    lines, result, position = text.splitlines(), [], 0
-    for line in patch.splitlines()[2:]:
-        if hunk := re.match(r"@@ -(\d+)", line):
-            result += lines[position : int(hunk[1]) - 1]
+def apply_patch(text: str, patch: str) -> str:
+    """Return the text with a unified diff applied. Raises ValueError if a line to keep or to remove does not match."""
+    lines, patched_lines, position = text.splitlines(), [], 0
+    for patch_line in patch.splitlines()[2:]:
+        if hunk := re.match(r"@@ -(\d+)", patch_line):
+            patched_lines += lines[position : int(hunk[1]) - 1]
             position = int(hunk[1]) - 1
-        elif line.startswith("+"):
-            result.append(line[1:])
+        elif patch_line.startswith("+"):
+            patched_lines.append(patch_line[1:])
         else:
-            if lines[position : position + 1] != [line[1:]]:
-                raise ValueError(f"the patch does not fit: line {position + 1} is not {line[1:]!r}")
-            result += [] if line.startswith("-") else [line[1:]]
+            if lines[position : position + 1] != [patch_line[1:]]:
+                raise ValueError(f"the patch does not fit: line {position + 1} should be {patch_line[1:]!r}")
+            patched_lines += [] if patch_line.startswith("-") else [patch_line[1:]]
             position += 1
-    return "\n".join([*result, *lines[position:]]) + "\n"
+    return "\n".join([*patched_lines, *lines[position:]]) + "\n"
 
 
-def with_mistakes(blind_set: Path, folder: Path) -> Path:
-    """A copy of a blind set in which each pair is two files: NAME.py with the mistake, and NAME_right.py."""
+def copy_with_mistakes(blind_set: Path, folder: Path) -> Path:
+    """Copy a blind set into `folder`, with two files for each pair: NAME.py with the mistake, and NAME_right.py."""
     copy = Path(shutil.copytree(blind_set, folder / blind_set.name))
     for patch in sorted((copy / "wrong").glob("*.patch")):
         script = copy / f"{patch.stem}.py"
-        right = script.rename(copy / f"{patch.stem}_right.py").read_text()
-        script.write_text(patched(right, patch.read_text()))
+        correct_text = script.rename(copy / f"{patch.stem}_right.py").read_text()
+        script.write_text(apply_patch(correct_text, patch.read_text()))
     return copy
 
 
 # --- scripts, under audit
 
 
-def audited(script: Path, *words: str, more: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What an audit of the script, with `more` options, comes to: its JSON, or the error that it ended with."""
+def run_audit(script: Path, *script_args: str, audit_flags: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Audit a script and return the JSON of the audit, or {"error": [last line of stderr]}, with the seconds.
+
+    script_args  arguments of the script
+    audit_flags  further flags of `everyrank audit`
+    """
     text = script.read_text()
-    found = re.search(r"nproc-per-node (\d)", text) or re.search(r"needs (\d) ranks", text)
-    default = "1" if f"python {script.name}" in text else "2"  # as its header starts it
+    ranks = re.search(r"nproc-per-node (\d)", text) or re.search(r"needs (\d) ranks", text)
+    default_ranks = "1" if f"python {script.name}" in text else "2"  # as in the command in its docstring
     with tempfile.TemporaryDirectory() as folder:
-        out, begin = Path(folder) / "found.json", time.monotonic()
+        out, start = Path(folder) / "audit.json", time.monotonic()
         command = [sys.executable, "-m", "everyrank", "audit"]
-        if "spawn(" not in text:  # else it starts its ranks itself
-            command += ["--processes", found[1] if found else default]
-        done = subprocess.run(
-            [*command, *more, "--json", str(out), str(script), *words],
+        if "spawn(" not in text:  # a script with spawn() starts its own ranks
+            command += ["--processes", ranks[1] if ranks else default_ranks]
+        process = subprocess.run(
+            [*command, *audit_flags, "--json", str(out), str(script), *script_args],
             cwd=folder,
             capture_output=True,
             text=True,
             timeout=600,
             check=False,
         )
-        result = json.loads(out.read_text()) if out.exists() else {"error": done.stderr.strip().splitlines()[-1:]}
-    return {**result, "seconds": round(time.monotonic() - begin, 1)}
+        audit = json.loads(out.read_text()) if out.exists() else {"error": process.stderr.strip().splitlines()[-1:]}
+    return {**audit, "seconds": round(time.monotonic() - start, 1)}
 
 
-def alarms(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What is wrong, by rule."""
-    return {f["rule"]: f for f in reversed(result.get("findings", [])) if f["level"] in ("FAIL", "WARN")}
+def alarms_by_rule(audit: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the first FAIL or WARN of each rule."""
+    findings = reversed(audit.get("findings", []))
+    return {finding["rule"]: finding for finding in findings if finding["level"] in ("FAIL", "WARN")}
 
 
-def by_audit(script: Path, more: tuple[str, ...] = ()) -> dict[str, Any]:
-    """One script of the corpus: wrong, then right. With `more` options, the row has the findings in full."""
+def check_script(script: Path, audit_flags: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Audit a script with its mistake and corrected, and return its row of results.
+
+    With `audit_flags`, the row has the findings in full.
+    """
     text = script.read_text()
-    line = next(number for number, content in enumerate(text.splitlines(), 1) if MISTAKE in content)
-    corrected = script.with_name(f"{script.stem}_right.py")
-    wrong = audited(script, more=more)
-    right = audited(corrected, more=more) if corrected.exists() else audited(script, "--right", more=more)
-    false = alarms(right)
-    found = {rule: finding for rule, finding in alarms(wrong).items() if rule not in false}
-    lines = [[place.rpartition("/")[2] for place in finding["lines"]] for finding in found.values()]
-    marked = f"{script.name}:{line}"
-    expected = field(text, "Expected")
-    shown = [expected] * (expected in found) + [rule for rule in found if rule != expected]
+    mistake_line = next(number for number, line in enumerate(text.splitlines(), 1) if MISTAKE_MARK in line)
+    corrected_script = script.with_name(f"{script.stem}_right.py")
+    wrong_audit = run_audit(script, audit_flags=audit_flags)
+    if corrected_script.exists():
+        corrected_audit = run_audit(corrected_script, audit_flags=audit_flags)
+    else:
+        corrected_audit = run_audit(script, "--right", audit_flags=audit_flags)
+    false_alarms = alarms_by_rule(corrected_audit)
+    true_alarms = {rule: alarm for rule, alarm in alarms_by_rule(wrong_audit).items() if rule not in false_alarms}
+    lines_by_alarm = [[location.rpartition("/")[2] for location in alarm["lines"]] for alarm in true_alarms.values()]
+    marked_line = f"{script.name}:{mistake_line}"
+    expected_rule = header_field(text, "Expected")
+    rules = [expected_rule] * (expected_rule in true_alarms) + [rule for rule in true_alarms if rule != expected_rule]
     return {
         "how": "audit",
-        "found": bool(found),
-        "cause": expected in found if expected else None,
-        "line": any(marked in of_finding for of_finding in lines),
-        "first": any(marked == of_finding[0] for of_finding in lines if of_finding),
-        "shown": [len(of_finding) for of_finding in lines],
-        "rules": shown,
-        "named": found[shown[0]]["text"] if shown else "",
-        "error": (wrong.get("error") or right.get("error") or [""])[0],
-        "false_alarms": list(false),
-        "seconds": wrong["seconds"],
+        "found": bool(true_alarms),
+        "cause": expected_rule in true_alarms if expected_rule else None,
+        "line": any(marked_line in lines for lines in lines_by_alarm),
+        "first": any(marked_line == lines[0] for lines in lines_by_alarm if lines),
+        "shown": [len(lines) for lines in lines_by_alarm],
+        "rules": rules,
+        "named": true_alarms[rules[0]]["text"] if rules else "",
+        "error": (wrong_audit.get("error") or corrected_audit.get("error") or [""])[0],
+        "false_alarms": list(false_alarms),
+        "seconds": wrong_audit["seconds"],
         **(
             {
-                "marked": line,
-                "findings": details(found),
-                "false_findings": details(false),
-                "not_checked": wrong.get("not_checked", []),
+                "marked": mistake_line,
+                "findings": alarm_details(true_alarms),
+                "false_findings": alarm_details(false_alarms),
+                "not_checked": wrong_audit.get("not_checked", []),
             }
-            if more
+            if audit_flags
             else {}
         ),
     }
 
 
-def details(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The findings without the folder of the script."""
+def alarm_details(alarms: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the alarms as they are written to the Record, with file names instead of paths."""
     return [
         {
-            "level": finding["level"],
+            "level": alarm["level"],
             "rule": rule,
-            "lines": [place.rpartition("/")[2] for place in finding["lines"]],
-            "place": finding["place"].rpartition("/")[2],
-            "text": finding["text"],
+            "lines": [location.rpartition("/")[2] for location in alarm["lines"]],
+            "place": alarm["place"].rpartition("/")[2],
+            "text": alarm["text"],
         }
-        for rule, finding in found.items()
+        for rule, alarm in alarms.items()
     ]
 
 
 # --- parallelize(model, mesh), under verify
 
 
-def verified(file: Path, is_right: bool) -> tuple[str, float]:
-    """What `assert_same_gradients` says of the function in this file, "" where it says nothing; and the seconds."""
+def run_assert_same_gradients(file: Path, is_corrected: bool) -> tuple[str, float]:
+    """Return the error message of `assert_same_gradients` for the function of a file, or "", and the seconds."""
     from everyrank.testing import assert_same_gradients
 
-    begin, name = time.monotonic(), f"{file.stem}_{is_right}"
-    os.environ["RIGHT"] = "1" if is_right else ""
+    start, module_name = time.monotonic(), f"{file.stem}_{is_corrected}"
+    os.environ["RIGHT"] = "1" if is_corrected else ""
     try:
-        spec = importlib.util.spec_from_file_location(name, file)
+        spec = importlib.util.spec_from_file_location(module_name, file)
         assert spec is not None
         assert spec.loader is not None
         module: Any = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # its functions travel to the ranks by value
+        sys.modules[module_name] = module  # functions can be sent to the ranks by value only if their module is here
         spec.loader.exec_module(module)
         mesh = {
             axis: int(size)
-            for axis, _, size in (one.partition("=") for one in field(module.__doc__, "Mesh").split(","))
+            for axis, _, size in (entry.partition("=") for entry in header_field(module.__doc__, "Mesh").split(","))
         }
         batch = module.inputs(0)
         takes_targets = len(inspect.signature(module.build().forward).parameters) == 2  # the loss is inside the model
         inputs = (batch if takes_targets else batch[0], batch[1])
-        dim = 1 if "context" in mesh else None
-        # parts that a function cuts by hand are no DTensor, and these files say nothing of how to put them together
-        others = {"sequence_dim": dim, "allow_uncompared": ["*"]}
-        assert_same_gradients(module.build, module.parallelize, inputs, module.terms, mesh, **others)
+        sequence_dim = 1 if "context" in mesh else None
+        # some functions split tensors without DTensor, and these files do not describe how to gather the parts
+        options = {"sequence_dim": sequence_dim, "allow_uncompared": ["*"]}
+        assert_same_gradients(module.build, module.parallelize, inputs, module.terms, mesh, **options)
     except AssertionError as error:
-        return str(error), time.monotonic() - begin
+        return str(error), time.monotonic() - start
     finally:
         del os.environ["RIGHT"]
-        sys.modules.pop(name, None)
-    return "", time.monotonic() - begin
+        sys.modules.pop(module_name, None)
+    return "", time.monotonic() - start
 
 
-def by_verify(file: Path) -> dict[str, Any]:
-    """One function of the corpus: wrong, then right."""
-    (wrong, seconds), (right, _) = verified(file, is_right=False), verified(file, is_right=True)
-    expected = field(file.read_text(), "Expected").split("; ")
-    named = wrong.partition("DIFFERENT: ")[2]
+def check_parallelize(file: Path) -> dict[str, Any]:
+    """Verify a parallelize function with its mistake and corrected, and return its row of results."""
+    wrong_error, seconds = run_assert_same_gradients(file, is_corrected=False)
+    corrected_error, _ = run_assert_same_gradients(file, is_corrected=True)
+    expected_texts = header_field(file.read_text(), "Expected").split("; ")
+    difference = wrong_error.partition("DIFFERENT: ")[2]
     return {
         "how": "verify",
-        "found": bool(named),
-        "cause": bool(named) and all(words in named for words in expected),
+        "found": bool(difference),
+        "cause": bool(difference) and all(expected in difference for expected in expected_texts),
         "line": None,
         "rules": [],
-        "named": named,
-        "error": "" if named or not wrong else wrong,
-        "false_alarms": [right] if right else [],
+        "named": difference,
+        "error": "" if difference or not wrong_error else wrong_error,
+        "false_alarms": [corrected_error] if corrected_error else [],
         "seconds": round(seconds, 1),
     }
 
 
-# --- all of them
+# --- the whole corpus
 
 
-def row_of(file: Path, more: tuple[str, ...] = ()) -> dict[str, Any]:
-    """One bug: where it was reported, and what came of it."""
+def check_bug(file: Path, audit_flags: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the row of one bug: its name, the report, the results, and the reason if it was missed."""
     text = file.read_text()
-    result = by_verify(file) if field(text, "Kind") == "parallelize" else by_audit(file, more)
-    missed = "" if result["found"] and result["cause"] in (True, None) else field(text, "Missed")
-    return {"name": file.stem, "reported": field(text, "Reported"), **result, "missed": missed}
+    is_function = header_field(text, "Kind") == "parallelize"
+    results = check_parallelize(file) if is_function else check_script(file, audit_flags)
+    missed = "" if results["found"] and results["cause"] in (True, None) else header_field(text, "Missed")
+    return {"name": file.stem, "reported": header_field(text, "Reported"), **results, "missed": missed}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--blind", type=int, nargs="?", const=1, choices=BLIND)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--blind", type=int, nargs="?", const=1, choices=BLIND_SETS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--docs", action="store_true")
     args = parser.parse_args()
@@ -239,113 +256,121 @@ def main() -> None:
         write_docs(json.loads(RECORD.read_text()))
         return
     with tempfile.TemporaryDirectory() as scratch:
-        run(with_mistakes(BLIND[args.blind], Path(scratch)) if args.blind else FOLDER, args)
+        run_folder(copy_with_mistakes(BLIND_SETS[args.blind], Path(scratch)) if args.blind else CORPUS_FOLDER, args)
 
 
-def run(folder: Path, args: argparse.Namespace) -> None:
-    """Run the scripts of this folder, print what was found, and write the Record."""
+def run_folder(folder: Path, args: argparse.Namespace) -> None:
+    """Check the files of a folder, print the results, and write the Record."""
     rows: list[dict[str, Any]] = []
-    more = ("--compare",) if args.blind and args.blind >= 3 else ()
+    audit_flags = ("--compare",) if args.blind and args.blind >= 3 else ()
     for file in sorted(folder.glob("*.py")):
-        if MISTAKE in file.read_text() and (not args.names or file.stem in args.names):
-            rows.append(row_of(file, more))
-            print(line_of(rows[-1]), flush=True)
+        if MISTAKE_MARK in file.read_text() and (not args.names or file.stem in args.names):
+            rows.append(check_bug(file, audit_flags))
+            print(row_text(rows[-1]), flush=True)
     correct: dict[str, Any] = {}
     for script in sorted((folder / "correct").glob("*.py")) if not args.names else ():
-        result = audited(script, more=more)
-        found, error = list(alarms(result)), (result.get("error") or [""])[0]
-        correct[script.stem] = {"alarms": found, "error": error, "seconds": result["seconds"]}
-        if more:
-            correct[script.stem]["findings"] = details(alarms(result))
-        print(f"correct/{script.stem}: {', '.join(found) or error or 'nothing wrong found'}", flush=True)
+        audit = run_audit(script, audit_flags=audit_flags)
+        alarms, error = alarms_by_rule(audit), (audit.get("error") or [""])[0]
+        correct[script.stem] = {"alarms": list(alarms), "error": error, "seconds": audit["seconds"]}
+        if audit_flags:
+            correct[script.stem]["findings"] = alarm_details(alarms)
+        print(f"correct/{script.stem}: {', '.join(alarms) or error or 'no false alarm'}", flush=True)
     print(summary(rows, correct))
     if args.json:
         record = {"rows": rows, "correct": correct, "provenance": provenance()}
-        if args.names and args.json.exists():  # some are run again: the others stay
-            record = with_rows(json.loads(args.json.read_text()), rows)
+        if args.names and args.json.exists():  # keep the rows of files that were not run again
+            record = replace_rows(json.loads(args.json.read_text()), rows)
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def with_rows(record: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The Record with these rows in the place of those of the same name."""
-    anew = {row["name"]: row for row in rows}
-    return {**record, "rows": [anew.get(row["name"], row) for row in record["rows"]], "provenance": provenance()}
+def replace_rows(record: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the Record in which `rows` replace the rows with the same names."""
+    new_rows = {row["name"]: row for row in rows}
+    return {**record, "rows": [new_rows.get(row["name"], row) for row in record["rows"]], "provenance": provenance()}
 
 
 def provenance() -> dict[str, Any]:
+    """Return the version of torch, the number of cores and the date."""
     import torch
 
     return {"torch": torch.__version__, "cores": os.cpu_count(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
 
 
-def line_of(row: dict[str, Any]) -> str:
-    said = "not found"
+def row_text(row: dict[str, Any]) -> str:
+    """Return a line such as `ragged_ranks: gradient.ragged (different line)`."""
+    outcome = "not found"
     if row["found"]:
-        said = ", ".join(row["rules"]) or row["named"]
-        said += " (another cause)" * (row["cause"] is False) + " (another line)" * (row["line"] is False)
-    alarm = f"  FALSE ALARM: {', '.join(row['false_alarms'])}" if row["false_alarms"] else ""
-    return f"{row['name']}: {row['error'] or said}{alarm}"
+        outcome = ", ".join(row["rules"]) or row["named"]
+        outcome += " (different cause)" * (row["cause"] is False) + " (different line)" * (row["line"] is False)
+    false_alarms = f"  FALSE ALARM: {', '.join(row['false_alarms'])}" if row["false_alarms"] else ""
+    return f"{row['name']}: {row['error'] or outcome}{false_alarms}"
 
 
 def summary(rows: list[dict[str, Any]], correct: dict[str, Any]) -> str:
-    """`51 of 58 found (88 %), 50 with the right cause, ...`."""
-    false = [row["name"] for row in rows if row["false_alarms"]]
-    false += [name for name, found in correct.items() if found["alarms"]]
-    lines = [row["line"] for row in rows if row["line"] is not None and row["found"]]
-    firsts, shown = sum(bool(row.get("first")) for row in rows), [n for row in rows for n in row.get("shown", ())]
-    found, causes = sum(row["found"] for row in rows), sum(bool(row["cause"]) for row in rows)
-    as_first = f", in {firsts} as the first of {sum(shown) / len(shown):.1f} lines that it shows" if shown else ""
+    """Return a sentence such as `51 of 58 found (88%), 50 with the right cause; ...`."""
+    false_alarms = [row["name"] for row in rows if row["false_alarms"]]
+    false_alarms += [name for name, result in correct.items() if result["alarms"]]
+    shows_marked_line = [row["line"] for row in rows if row["line"] is not None and row["found"]]
+    num_first = sum(bool(row.get("first")) for row in rows)
+    num_lines = [count for row in rows for count in row.get("shown", ())]
+    num_found, num_causes = sum(row["found"] for row in rows), sum(bool(row["cause"]) for row in rows)
+    mean_lines = f"{sum(num_lines) / len(num_lines):.1f}" if num_lines else ""
+    first_text = f", in {num_first} as the first of {mean_lines} lines that it shows" if num_lines else ""
     return (
-        f"{found} of {len(rows)} found ({found / max(1, len(rows)):.0%}), {causes} with the right cause; audit names "
-        f"the line of the mistake in {sum(lines)} of {len(lines)}{as_first}; false alarms on {len(false)} of "
-        f"{len(rows) + len(correct)} correct programs{': ' if false else ''}{', '.join(false)}"
+        f"{num_found} of {len(rows)} found ({num_found / max(1, len(rows)):.0%}), {num_causes} with the right cause; "
+        f"audit names the line of the mistake in {sum(shows_marked_line)} of {len(shows_marked_line)}{first_text}; "
+        f"false alarms on {len(false_alarms)} of {len(rows) + len(correct)} correct programs"
+        f"{': ' if false_alarms else ''}{', '.join(false_alarms)}"
     )
 
 
-# --- the page
+# --- the documentation page
 
 
 def write_docs(record: dict[str, Any]) -> None:
-    text = DOCS.read_text()
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    DOCS.write_text(f"{before}{tables(record)}{after}")
+    """Write the tables into docs/silent-bugs.md."""
+    text = DOCS_PAGE.read_text()
+    before, _, rest = text.partition(BEGIN_MARK)
+    after = rest.partition(END_MARK)[2]
+    DOCS_PAGE.write_text(f"{before}{make_tables(record)}{after}")
 
 
-def tables(record: dict[str, Any]) -> str:
-    """What stands in docs/silent-bugs.md, with its marks."""
+def make_tables(record: dict[str, Any]) -> str:
+    """Return the generated part of docs/silent-bugs.md, with the marks around it."""
     rows, correct = record["rows"], record["correct"]
-    head = "| bug | reported | how | found | cause | line | what was named, or why nothing was | seconds |"
+    header = "| bug | reported | how | found | cause | line | what was named, or why nothing was | seconds |"
     lines = [
-        BEGIN,
+        BEGIN_MARK,
         "",
         f"**{summary(rows, correct)}.**",
         "",
-        head,
+        header,
         "| --- | --- | --- | --- | --- | --- | --- | ---: |",
     ]
-    lines += [table_row(row) for row in rows]
+    lines += [make_table_row(row) for row in rows]
     lines += ["", "The scripts without a mistake (each corrected one above was looked at, too):", ""]
     lines += ["| correct script | FAIL or WARN | seconds |", "| --- | --- | ---: |"]
     lines += [
-        f"| `{name}` | {', '.join(one['alarms']) or 'none'} | {one['seconds']:.0f} |" for name, one in correct.items()
+        f"| `{name}` | {', '.join(result['alarms']) or 'none'} | {result['seconds']:.0f} |"
+        for name, result in correct.items()
     ]
-    return "\n".join([*lines, END])
+    return "\n".join([*lines, END_MARK])
 
 
-def table_row(row: dict[str, Any]) -> str:
-    said = {True: "yes", False: "no", None: "-"}
-    cells = [f"[`{row['name']}`](../benchmarks/silent_bugs/{row['name']}.py)", link(row["reported"]), row["how"]]
-    cells += [said[row["found"]], *(said[row[what]] if row["found"] else "-" for what in ("cause", "line"))]
-    named = ": ".join(filter(None, [", ".join(row["rules"]), row["named"]])) if row["found"] else row["missed"]
-    return f"| {' | '.join(cells)} | {named.replace('|', '&#124;')} | {row['seconds']:.0f} |"
+def make_table_row(row: dict[str, Any]) -> str:
+    """Return the row of one bug in Markdown."""
+    yes_or_no = {True: "yes", False: "no", None: "-"}
+    cells = [f"[`{row['name']}`](../benchmarks/silent_bugs/{row['name']}.py)", report_link(row["reported"]), row["how"]]
+    cells += [yes_or_no[row["found"]], *(yes_or_no[row[key]] if row["found"] else "-" for key in ("cause", "line"))]
+    message = ": ".join(filter(None, [", ".join(row["rules"]), row["named"]])) if row["found"] else row["missed"]
+    return f"| {' | '.join(cells)} | {message.replace('|', '&#124;')} | {row['seconds']:.0f} |"
 
 
-def link(reported: str) -> str:
-    """`[repository#12](https://github.com/owner/repository/issues/12)`; of another place its host."""
+def report_link(reported: str) -> str:
+    """Return `[repository#12](https://github.com/owner/repository/issues/12)`, or the host name as the link text."""
     address = reported.split()[0]
-    found = re.search(r"github\.com/[\w.-]+/([\w.-]+)(?:/(?:issues|pull)/(\d+))?", address)
-    label = f"{found[1]}{f'#{found[2]}' if found[2] else ''}" if found else address.split("/")[2]
+    match = re.search(r"github\.com/[\w.-]+/([\w.-]+)(?:/(?:issues|pull)/(\d+))?", address)
+    label = f"{match[1]}{f'#{match[2]}' if match[2] else ''}" if match else address.split("/")[2]
     return f"[{label}]({address})"
 
 

@@ -25,7 +25,7 @@ def corpus() -> Any:
 
 
 def test_every_hunk_of_a_patch_is_applied(corpus: Any) -> None:
-    assert corpus.patched("one\ntwo\nthree\nfour\nfive\n", PATCH) == "one\ntwo\n3\n3.5\nfour\n"
+    assert corpus.apply_patch("one\ntwo\nthree\nfour\nfive\n", PATCH) == "one\ntwo\n3\n3.5\nfour\n"
 
 
 @pytest.mark.parametrize(
@@ -33,18 +33,18 @@ def test_every_hunk_of_a_patch_is_applied(corpus: Any) -> None:
 )
 def test_patch_that_does_not_match_the_text_raises(corpus: Any, text: str) -> None:
     with pytest.raises(ValueError, match="does not fit"):
-        corpus.patched(text, PATCH)
+        corpus.apply_patch(text, PATCH)
 
 
 @pytest.mark.parametrize(("set_number", "num_bugs"), [(1, 15), (2, 15), (3, 24), (4, 24), (6, 24)])
 def test_every_bug_is_at_the_line_of_its_description(
     corpus: Any, tmp_path: Path, set_number: int, num_bugs: int
 ) -> None:
-    folder = corpus.with_mistakes(corpus.BLIND[set_number], tmp_path)
+    folder = corpus.copy_with_mistakes(corpus.BLIND_SETS[set_number], tmp_path)
     descriptions = sorted((folder / "wrong").glob("*.json"))
     assert len(descriptions) == num_bugs
     for description in descriptions:
         correct, wrong = ((folder / f"{description.stem}{end}.py").read_text() for end in ("_right", ""))
         line = json.loads(description.read_text())["line"]
-        assert corpus.MISTAKE in wrong.splitlines()[line - 1], description.stem
-        assert corpus.MISTAKE not in correct
+        assert corpus.MISTAKE_MARK in wrong.splitlines()[line - 1], description.stem
+        assert corpus.MISTAKE_MARK not in correct

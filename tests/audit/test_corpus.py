@@ -53,13 +53,13 @@ def test_bug_is_found_and_its_correction_has_no_findings(
     python: ForkServer, tmp_path: Path, corpus: Any, name: str
 ) -> None:
     """The expected rule names a line of the script. The script corrects itself with the flag --right."""
-    script = corpus.FOLDER / f"{name}.py"
+    script = corpus.CORPUS_FOLDER / f"{name}.py"
     (tmp_path / "wrong").mkdir()
     (tmp_path / "right").mkdir()
     findings_by_rule = {
         finding.rule: finding for finding in audit_forked_script(python, tmp_path / "wrong", script).findings
     }
-    expected_finding = findings_by_rule.get(corpus.field(script.read_text(), "Expected"))
+    expected_finding = findings_by_rule.get(corpus.header_field(script.read_text(), "Expected"))
     assert expected_finding is not None, findings_by_rule
     assert expected_finding.level in ("FAIL", "WARN")
     assert expected_finding.location.rpartition(":")[0] == str(script)
@@ -96,7 +96,7 @@ CORRECT_VARIANTS = [
 def test_correct_script_similar_to_a_bug_has_no_findings(
     python: ForkServer, tmp_path: Path, corpus: Any, name: str, changes: dict[str, str]
 ) -> None:
-    audit = audit_changed(python, tmp_path, corpus.FOLDER / f"{name}.py", changes)
+    audit = audit_changed(python, tmp_path, corpus.CORPUS_FOLDER / f"{name}.py", changes)
     assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []
     assert audit.updates >= 3
 
@@ -129,7 +129,7 @@ DETACHED_FEATURES = {
 @pytest.mark.parametrize("kind", DETACHED_FEATURES)
 def test_gather_of_detached_features_is_found(python: ForkServer, tmp_path: Path, corpus: Any, kind: str) -> None:
     """A script that puts the local features back intends a gradient. Without that, it is a stop-gradient."""
-    script = corpus.FOLDER / "gather_without_gradient.py"
+    script = corpus.CORPUS_FOLDER / "gather_without_gradient.py"
     (tmp_path / "stop_gradient").mkdir()
     audit = audit_changed(python, tmp_path, script, DETACHED_FEATURES[kind])
     assert [finding.rule for finding in audit.findings if finding.level in ("FAIL", "WARN")] == ["gradient.lost"]
@@ -151,7 +151,7 @@ DIFFERENTIABLE_GATHER = {
 
 def test_non_contiguous_gradient_of_a_gather_is_found(python: ForkServer, tmp_path: Path, corpus: Any) -> None:
     """The backward of torch's differentiable gather receives into a buffer with the strides of the gradient."""
-    script, view = corpus.FOLDER / "gather_without_gradient.py", "torch.cat([part.T for part in gathered], 1).T"
+    script, view = corpus.CORPUS_FOLDER / "gather_without_gradient.py", "torch.cat([part.T for part in gathered], 1).T"
     (tmp_path / "right").mkdir()
     audit_of_view = audit_changed(python, tmp_path, script, {**DIFFERENTIABLE_GATHER, "torch.cat(gathered)": view})
     findings_by_rule = {
@@ -189,7 +189,7 @@ def test_bug_in_parallel_code_is_found_by_assert_same_gradients(
     corpus: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wrong parallelize function is reported with its cause, and the corrected one is not."""
-    row = corpus.by_verify(corpus.FOLDER / f"{name}.py")
+    row = corpus.check_parallelize(corpus.CORPUS_FOLDER / f"{name}.py")
     assert row["error"] == ""
     assert row["cause"] is True, row["named"]
     assert row["false_alarms"] == []
@@ -197,21 +197,21 @@ def test_bug_in_parallel_code_is_found_by_assert_same_gradients(
 
 def test_every_bug_declares_rule_source_and_kind(corpus: Any) -> None:
     """The runner reads these fields from the files."""
-    files = [file for file in sorted(corpus.FOLDER.glob("*.py")) if corpus.MISTAKE in file.read_text()]
+    files = [file for file in sorted(corpus.CORPUS_FOLDER.glob("*.py")) if corpus.MISTAKE_MARK in file.read_text()]
     assert len(files) == 58
     for file in files:
         text = file.read_text()
-        assert corpus.field(text, "Expected"), file
-        assert corpus.field(text, "Reported").startswith("http"), file
-        assert corpus.field(text, "Kind") in ("script", "parallelize"), file
-        assert bool(corpus.field(text, "Mesh")) == (corpus.field(text, "Kind") == "parallelize"), file
+        assert corpus.header_field(text, "Expected"), file
+        assert corpus.header_field(text, "Reported").startswith("http"), file
+        assert corpus.header_field(text, "Kind") in ("script", "parallelize"), file
+        assert bool(corpus.header_field(text, "Mesh")) == (corpus.header_field(text, "Kind") == "parallelize"), file
 
 
 def test_documentation_matches_the_record(corpus: Any) -> None:
     record = json.loads(corpus.RECORD.read_text())
-    assert corpus.tables(record) in corpus.DOCS.read_text(), "python benchmarks/silent_bugs.py --docs"
+    assert corpus.make_tables(record) in corpus.DOCS_PAGE.read_text(), "python benchmarks/silent_bugs.py --docs"
     assert len(record["rows"]) == 58
     for row in record["rows"]:  # a missed bug has a reason
         assert row["cause"] or row["missed"], row["name"]
     changed = {**record, "rows": [{**record["rows"][0], "found": not record["rows"][0]["found"]}, *record["rows"][1:]]}
-    assert corpus.tables(changed) not in corpus.DOCS.read_text()
+    assert corpus.make_tables(changed) not in corpus.DOCS_PAGE.read_text()

@@ -82,8 +82,8 @@ def fact(script: str, kind: str, *calls: str, **details: Any) -> Fact:
 
 
 def plan_port(script: str, target: str, **details: dict[str, Any]) -> Plan:
-    """Return the plan of a port to a library, with facts as a run of the script reports them."""
-    train_call = "train(net, DataLoader(data, batch_size=4), opt)"
+    """Return the plan of a port, with facts as a run of the script reports them."""
+    train_call = next(line.strip() for line in script.splitlines() if line.strip().startswith("train("))
     backward_call = next(line.strip() for line in script.splitlines() if ".backward(" in line)
     facts = [
         fact(script, "optimizer", "torch.optim.SGD(net.parameters(), lr=0.1)"),
@@ -188,6 +188,35 @@ def test_optimizer_whose_step_returns_a_loss_is_not_prepared() -> None:
     """Accelerate's prepared optimizers return nothing from step."""
     script = SCRIPT.replace("    optimizer.step()", "    loss = optimizer.step()")
     assert "net = accelerator.prepare(net)" in plan_port(script, "accelerate").source.edited()
+
+
+@pytest.mark.parametrize(
+    "branches",
+    [
+        "try:\n    from models import Net\n    net = Net().to(device)\nexcept ImportError:\n    net = Small()\n",
+        'match size:\n    case "large":\n        net = Net()\n    case _:\n        net = Small()\n',
+    ],
+    ids=["try", "match"],
+)
+@pytest.mark.parametrize("target", ["ddp", "fsdp", "fabric"])
+def test_model_assigned_in_branches_is_prepared_after_them(branches: str, target: str) -> None:
+    """In the last branch only, the port would use a name that another branch does not define."""
+    script = SCRIPT.replace("net = Net().to(device)\n", branches)
+    prepares = {
+        "ddp": "ddp_net = parallel(net)\n",
+        "fsdp": "shard(net)\n",
+        "fabric": "net, opt = fabric.setup(net, opt)\n",
+    }
+    ported_script = plan_port(script, target).source.edited()
+    assert branches in ported_script
+    assert f"\n{prepares[target]}" in ported_script
+
+
+def test_model_parameter_that_is_passed_by_name_is_followed() -> None:
+    call, call_by_name = "train(net, DataLoader", "train(model=net, optimizer=opt, loader=DataLoader"
+    script = SCRIPT.replace("def train(model, loader, optimizer):", "def train(*, loader, optimizer, model):")
+    script = script.replace(call, call_by_name).replace("batch_size=4), opt)", "batch_size=4))")
+    assert "train(model=ddp_net, optimizer=" in plan_port(script, "ddp").source.edited()
 
 
 def test_optimizer_created_in_a_branch_is_set_up_after_it() -> None:

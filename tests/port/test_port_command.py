@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,38 @@ def test_page_escapes_html_and_shows_script_and_port() -> None:
     for text in ("&lt;b&gt;1", "&lt;u&gt;", "&lt;i&gt;", "the reason", "a note", "prints on each rank"):
         assert text in page, text
     assert "<u>" not in page
+
+
+def page_rows(files: ScriptFiles, attempt: Attempt) -> list[list[str]]:
+    """Return the cells of each row of the page: number and line of the script, of the port, reasons."""
+    page = port_page(PortResult(files, attempt, [attempt], True), [], ["train.py"], "train_ddp.py")
+    rows = re.findall(r"<tr>(<td.*?)</tr>", page, re.DOTALL)
+    return [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in rows]
+
+
+def test_page_shows_the_reason_of_a_line_inserted_after_an_edited_line() -> None:
+    edits = [Edit((1, 0), (1, 1), "A", "edited"), Edit((2, 0), (2, 0), "new\n", "inserted")]
+    rows = page_rows(ScriptFiles(Path("train.py"), "a\nb\nc\n"), Attempt(None, "A\nnew\nb\nc\n", edits, [], []))
+    assert rows[:3] == [["1", "a", "1", "A", "edited"], ["", "", "2", "new", "inserted"], ["2", "b", "3", "b", ""]]
+
+
+def test_page_numbers_lines_as_python_does() -> None:
+    """A form feed and a line separator in a string do not end a line."""
+    edits = [Edit((3, 0), (3, 1), "B", "edited")]
+    rows = page_rows(
+        ScriptFiles(Path("train.py"), "a = '\u2028'\n\x0c\nb\n"),
+        Attempt(None, "a = '\u2028'\n\x0c\nB\n", edits, [], []),
+    )
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    assert rows[2] == ["3", "b", "3", "B", "edited"]
+
+
+def test_page_numbers_the_lines_of_the_second_file_from_one() -> None:
+    files = ScriptFiles(Path("train.py"), "a\nb\n", Path("engine.py"), "x\ny\n")
+    line = files.num_lines + 2
+    edits = [Edit((line, 0), (line, 1), "Y", "edited")]
+    rows = page_rows(files, Attempt(None, "new\na\nb\n", edits, [], [], other_text="x\nY\n"))
+    assert rows[-1] == ["2", "y", "2", "Y", "edited"]
 
 
 def test_helpers_include_logging_and_distributed_sampler_only_if_requested() -> None:

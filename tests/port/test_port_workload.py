@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from everyrank.cli import main
 from everyrank.commands.port_workload import verify_file
 from everyrank.port import NotPortedError, WorkloadResult, port_to_workload
+from everyrank.port.source import ScriptSource
+from everyrank.port.to_workload.workload_file import _chooses_imports, _undivided, is_importable
 from scripts_to_port import (
     CARRIED_STATE_WITH_LOADER_SCRIPT,
     CROSS_VALIDATION_SCRIPT,
@@ -242,6 +246,190 @@ def test_script_without_main_guard_is_copied_into_the_workload(tmp_path: Path) -
         assert expected_line in result.text, result.text
 
 
+# `loss` and `data` are also names of functions of a workload's file. The classes are below the function that uses them.
+NAMES_AND_ORDER = """from __future__ import annotations
+
+import os; import sys
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+if ROOT not in sys.path:
+    sys.path.insert(0, ROOT)
+sys.path += [os.path.join(ROOT, "models")]
+import torch; from torch.utils.data import DataLoader, Dataset
+
+try:
+    from everyrank_missing import nn
+except ImportError:
+    print("without everyrank_missing")
+    from torch import nn
+
+
+def main():
+    torch.manual_seed(1)
+    data = Points()
+    model = net = nn.Linear(*data.shape)
+    loss = Loss()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for i, (x, y) in enumerate(DataLoader(data, 8)):
+        value=loss(model(x),y) / len(y)
+        value.backward()
+        if i % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Points(Dataset):
+    shape = [6, 3]
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index) -> tuple[torch.Tensor, int]:
+        return torch.arange(6) * index / 48.0, index % 3
+
+
+class Loss(nn.Module):
+    def like(self) -> Loss:
+        return self
+
+    def forward(self, output, target):
+        return -output.log_softmax(1)[torch.arange(len(target)), target].sum()
+
+
+main()
+"""
+
+
+def test_names_imports_and_order_of_a_script_are_kept(tmp_path: Path) -> None:
+    """The file finds all names when it is imported, and no function of it replaces a name of the script."""
+    result = port_text_to_workload(tmp_path, NAMES_AND_ORDER)
+    assert result.comparison.is_equal, result.difference
+    for expected_code in (
+        "from __future__ import annotations\nimport functools\nimport os\nimport sys\nROOT = os.path.dirname",
+        "import torch\nfrom torch.utils.data import Dataset\n",
+        "except ImportError:\n    print(",
+        "    data = data_for_workload()[1]\n",
+        "loss = Loss()\n",
+        "def loss_for_workload(output, y):\n    value=loss(output,y) / len(y)\n    return value * 2 * len(y), len(y)\n",
+        "optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.1),",
+    ):
+        assert expected_code in result.text, result.text
+
+
+SEVERAL_NAMES = (
+    IMPORTS_AND_DATA
+    + """
+model = net = nn.Linear(6, 2)
+biases = [model.bias]
+optimizer = opt = torch.optim.SGD([{"params": net.weight}, {"params": biases}], lr=0.1)
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
+for inputs, targets in DataLoader(TensorDataset(x, y), batch_size=8):
+    loss=total=F.cross_entropy(net(inputs),targets)
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    schedule.step()
+"""
+)
+
+
+def test_model_and_optimizer_with_several_names_are_ported(tmp_path: Path) -> None:
+    """The optimizer gets the parameters of its argument, and the file quotes the arguments of the command."""
+    result = port_text_to_workload(tmp_path, SEVERAL_NAMES, r"\x", '"""')
+    assert result.comparison.is_equal, result.difference
+    for expected_code in (
+        "def build_optimizer(net):\n    model = net\n    biases = [model.bias]\n    return torch.optim.SGD(",
+        "schedule=lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3),",
+        "    loss=total=F.cross_entropy(output,targets)\n    return loss * len(targets), len(targets)\n",
+        r"train.py '\\x' '\"\"\"'",
+    ):
+        assert expected_code in result.text, result.text
+
+
+@pytest.mark.parametrize(
+    ("after", "value", "expected"),
+    [
+        (["loss = f(out, y) / 2"], "loss", (["loss = f(out, y)"], "loss", 1)),
+        (["loss = f(out, y)", "loss /= steps"], "loss", (["loss = f(out, y)"], "loss", 1)),
+        (["loss = f(out, y)", "loss = loss / args.steps"], "loss", (["loss = f(out, y)"], "loss", 1)),
+        (["loss = f(out, y)"], "loss / 2", (["loss = f(out, y)"], "loss", 1)),
+        (["loss = f(out, y) / len(y)"], "loss", (["loss = f(out, y) / len(y)"], "loss", 2)),
+        (["loss = f(out, y) / len(y)"], "loss / 2", (["loss = f(out, y) / len(y)"], "loss", 1)),
+        (["loss = f(out, y) / 4"], "loss", (["loss = f(out, y) / 4"], "loss", 2)),
+        (
+            ["loss = f(out, y) / 2", "loss = loss + g(y)"],
+            "loss",
+            (["loss = f(out, y) / 2", "loss = loss + g(y)"], "loss", 2),
+        ),
+        (["loss = total = f(out, y) / 2"], "loss", (["loss = total = f(out, y) / 2"], "loss", 2)),
+    ],
+)
+def test_only_a_division_by_the_backward_passes_is_removed(
+    after: list[str], value: str, expected: tuple[list[str], str, int]
+) -> None:
+    """Each update has two backward passes. The loss is multiplied by 2 if it is not divided by 2 at the end."""
+    values = {"steps": ["literal", "2", 0], "args": ["namespace", "", 1], "args.steps": ["literal", "2", 0]}
+    file = SimpleNamespace(
+        training=SimpleNamespace(loss=SimpleNamespace(after=after, value=value), backwards=2),
+        script=SimpleNamespace(module_values={}),
+        backward=SimpleNamespace(chain=[SimpleNamespace(values=values)]),
+    )
+    assert _undivided(file) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("statements", "expected"),
+    [
+        ("width = 8", True),
+        ("args = get_args()", False),
+        ("args: object = get_args()", False),
+        ("width = outer()", False),
+        ("class Config:\n    lr = get_args().lr", False),
+        ("def train(args=get_args()):\n    pass", False),
+        ("def train():\n    return get_args()", True),
+        ("parser: object = argparse.ArgumentParser()", False),
+        ("path = sys.argv[1]", False),
+    ],
+)
+def test_script_that_parses_arguments_when_imported_is_copied(statements: str, expected: bool) -> None:
+    """Also if a function of the script parses them."""
+    text = f"""import argparse
+import sys
+
+
+def get_args():
+    return argparse.ArgumentParser().parse_known_args()[0]
+
+
+def outer():
+    return get_args().width
+
+
+{statements}
+
+if __name__ == "__main__":
+    main()
+"""
+    assert is_importable(ScriptSource(text), Path("train.py"), []) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("try:\n    import a as x\nexcept ImportError:\n    import b as x", True),
+        ("try:\n    import x\n    has_x = True\nexcept ImportError:\n    print('no x')\n    x = None", True),
+        ("if sys.version_info >= (3, 11):\n    import tomllib\nelse:\n    import tomli as tomllib", True),
+        ("try:\n    import x\n    main()\nexcept ImportError:\n    pass", False),
+        ("if fast:\n    import x\nelse:\n    main()", False),
+        ("if fast:\n    import x\n    model = x.Net()", False),
+        ("try:\n    size = 3\nexcept ImportError:\n    pass", False),
+    ],
+)
+def test_only_blocks_that_choose_imports_are_copied_whole(text: str, expected: bool) -> None:
+    """Blocks that do more are not: the file of a workload must not start a training."""
+    assert _chooses_imports(ast.parse(text).body[0]) is expected
+
+
 CLOSURE = (
     IMPORTS_AND_DATA
     + """
@@ -292,6 +480,14 @@ LOSS_FROM_LAST_BATCH = PER_UPDATE.replace("loader = ", "past = 0.0\nloader = ").
             "reads the model itself",
         ),
         (PER_UPDATE.replace("/ 2\n", "/ (1 + i)\n"), "loss = criterion", "the number of an epoch or batch"),
+        (PER_UPDATE.replace("epochs", "workload"), "workload = 2", "use a different name"),
+        (
+            PER_UPDATE.replace("optimizer = ", "box = argparse.ArgumentParser()\nbox.net = model\noptimizer = ")
+            .replace("AdamW(model", "AdamW(box.net")
+            .replace("import torch\n", "import argparse\nimport torch\n", 1),
+            "optimizer = ",
+            "write model for box.net",
+        ),
     ],
 )
 def test_unsupported_script_is_refused_with_its_line(tmp_path: Path, script_text: str, line: str, reason: str) -> None:

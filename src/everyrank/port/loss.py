@@ -6,7 +6,7 @@ import ast
 
 from everyrank.port.facts import Fact
 from everyrank.port.plan import Plan
-from everyrank.port.source import NotPortedError
+from everyrank.port.source import NotPortedError, parameter_names
 
 __all__ = ["edit_losses"]
 
@@ -117,9 +117,7 @@ def _masked_in_forward(plan: Plan, forwards: list[ast.Call]) -> str:
         if not fact.is_inner or fact.details["ignored"] is None or not isinstance(call, ast.Call) or len(call.args) < 2:
             continue
         function = source.scope(call)
-        parameters = (
-            [parameter.arg for parameter in function.args.args] if isinstance(function, ast.FunctionDef) else []
-        )
+        parameters = parameter_names(function)
         names = [node.id for node in ast.walk(call.args[1]) if isinstance(node, ast.Name) and node.id in parameters]
         if parameters[:1] != ["self"] or len(names) != 1:
             continue

@@ -13,7 +13,7 @@ from everyrank.port.facts import Fact
 from everyrank.port.plan import Plan
 from everyrank.port.prepare import PREPARES, keeps_wrapper
 from everyrank.port.shards import shard_model
-from everyrank.port.source import NotPortedError, holds_line
+from everyrank.port.source import NotPortedError, holds_line, parameter_names
 
 __all__ = ["edit_models"]
 
@@ -85,7 +85,7 @@ def _follow(plan: Plan, name_node: ast.expr, depth: int, forward: Fact) -> None:
     """Replace a name of the model by the name of its wrapper, here or in the call that passes it to this function."""
     source, name = plan.source, plan.source.code(name_node)
     scope = source.scope(name_node)
-    if isinstance(scope, ast.FunctionDef) and name in [argument.arg for argument in scope.args.args]:
+    if isinstance(scope, ast.FunctionDef) and name in parameter_names(scope):
         if source.stores(name, scope):
             raise NotPortedError(scope.lineno, f"{scope.name} reassigns {name}: use another name")
         if depth + 1 >= len(forward.chain):
@@ -123,7 +123,7 @@ def _follow(plan: Plan, name_node: ast.expr, depth: int, forward: Fact) -> None:
 def _argument(plan: Plan, function: ast.FunctionDef, name: str, span: tuple[int, int, int, int]) -> ast.expr:
     """Return the expression that a call passes for a parameter of a function."""
     call = plan.source.at(span)
-    parameters = [argument.arg for argument in function.args.args]
+    parameters = parameter_names(function)
     if isinstance(call, ast.Call):
         passed = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
         index = parameters.index(name) - (1 if parameters[:1] == ["self"] else 0)
@@ -170,10 +170,10 @@ def _last_preparation(plan: Plan, name: str, store: ast.stmt, forward: Fact) -> 
     if training_statements:
         line = training_statements[0].lineno
         while not any(holds_line(each, line) for each in source.block(statement)):
-            parent = source.parents[statement]
-            if not isinstance(parent, ast.stmt):
+            outer = source.outer_statement(statement)
+            if outer is None:
                 break
-            statement = parent
+            statement = outer
     block = source.block(statement)
     end_index = len(block)
     if training_statements:

@@ -23,13 +23,13 @@ def shard_model(plan: Plan, name: str, store: ast.stmt, last: ast.stmt, forward:
     source, statement = plan.source, store
     block = source.block(last)
     while statement not in block:
-        parent = source.parents[statement]
-        if not isinstance(parent, ast.stmt):
+        outer = source.outer_statement(statement)
+        if outer is None:
             raise NotPortedError(
                 store.lineno,
                 f"no statement was found after which {name} can be sharded: assign it in the block that prepares it",
             )
-        statement = parent
+        statement = outer
     optimizers = {fact.span[:2] for fact in plan.of("optimizer")}
     for following in block[block.index(statement) + 1 : block.index(last) + 1]:
         nodes = list(ast.walk(following))

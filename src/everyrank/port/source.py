@@ -10,7 +10,7 @@ from typing import Any
 
 from everyrank.errors import CannotRunError
 
-__all__ = ["Edit", "NotPortedError", "ScriptSource", "end_of", "holds_line", "start_of"]
+__all__ = ["Edit", "NotPortedError", "ScriptSource", "end_of", "holds_line", "parameter_names", "start_of"]
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -105,6 +105,11 @@ class ScriptSource:
         assert isinstance(statement, ast.stmt)
         return statement
 
+    def outer_statement(self, statement: ast.stmt) -> ast.stmt | None:
+        """Return the statement around a statement, also from the branches of `try` and `match`; None in the module."""
+        outer = self.around(self.parents[statement], ast.stmt)
+        return outer if isinstance(outer, ast.stmt) else None
+
     def scope(self, node: ast.AST) -> Scope:
         """Return the function whose body a node is in, or the module."""
         function = self.around(self.parents.get(node), ast.FunctionDef, ast.AsyncFunctionDef)
@@ -112,7 +117,7 @@ class ScriptSource:
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
         """Return the block of statements that holds a statement."""
-        parent = self.parents[statement]
+        parent = self.parents[statement]  # also a branch of `try` or `match`
         for name in ("body", "orelse", "finalbody"):
             statements = getattr(parent, name, [])
             if isinstance(statements, list) and statement in statements:
@@ -267,6 +272,14 @@ class ScriptSource:
         except SyntaxError as error:
             raise NotPortedError(error.lineno or 1, f"the edited script is not valid Python ({error.msg})") from error
         return text
+
+
+def parameter_names(scope: Scope) -> list[str]:
+    """Return the names of all parameters of a function; those that can only be passed by name are last."""
+    if isinstance(scope, ast.Module):
+        return []
+    arguments = scope.args
+    return [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
 
 
 def holds_line(statement: ast.stmt, line: int) -> bool:

@@ -46,7 +46,10 @@ def port_page(result: PortResult, findings: Sequence[Finding], python_args: Sequ
     """
     template = Path(__file__).with_name("port.html").read_text(encoding="utf-8")
     best = result.best
-    border = result.files.whole.splitlines()[result.files.num_lines - 1 :][:1] if result.files.other is not None else []
+    script_lines = _lines(result.files.whole)
+    num_lines = result.files.num_lines  # with a second file: of the first, and of the line between the two
+    border = script_lines[num_lines - 1 : num_lines] if num_lines else []
+    port_lines = [*_lines(best.text), *border]
     return (
         environment()
         .from_string(template)
@@ -61,17 +64,28 @@ def port_page(result: PortResult, findings: Sequence[Finding], python_args: Sequ
             notes=[(result.files.place(line), sentence) for line, sentence in best.notes],
             rows=list(
                 _rows(
-                    result.files.whole.splitlines(),
-                    [*best.text.splitlines(), *border, *best.other_text.splitlines()],
+                    script_lines,
+                    [*port_lines, *_lines(best.other_text)],
                     edit_reasons(best),
+                    (num_lines or len(script_lines), len(port_lines)),
                 )
             ),
         )
     )
 
 
-def _rows(before: list[str], after: list[str], reasons: Sequence[tuple[int, str]]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each line that is shown, and an empty row where lines are left out."""
+def _lines(text: str) -> list[str]:
+    """Split at line ends only, as Python numbers lines; `splitlines` splits at form feeds, too."""
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
+
+
+def _rows(
+    before: list[str], after: list[str], reasons: Sequence[tuple[int, str]], lengths: tuple[int, int]
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each line that is shown, and an empty row where lines are left out.
+
+    lengths  the number of lines of the first file before and after; the numbers of a second file begin at 1 again
+    """
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     for number, group in enumerate(matcher.get_grouped_opcodes(_CONTEXT_LINES)):
         if number:
@@ -81,10 +95,15 @@ def _rows(before: list[str], after: list[str], reasons: Sequence[tuple[int, str]
                 old = start + offset if start + offset < end else None
                 new = new_start + offset if new_start + offset < new_end else None
                 old_line = (old if old is not None else end) + 1
-                row_reasons = [] if kind == "equal" else [text for line, text in reasons if line == old_line]
+                is_first_inserted = old is None and start + offset == end
+                has_reasons = kind != "equal" and (old is not None or is_first_inserted)
                 yield {
                     "kind": "same" if kind == "equal" else "changed",
-                    "old": None if old is None else (old + 1, before[old]),
-                    "new": None if new is None else (new + 1, after[new]),
-                    "why": row_reasons if old is not None or not offset else [],
+                    "old": None if old is None else (_line_number(old, lengths[0]), before[old]),
+                    "new": None if new is None else (_line_number(new, lengths[1]), after[new]),
+                    "why": [text for line, text in reasons if line == old_line] if has_reasons else [],
                 }
+
+
+def _line_number(index: int, length: int) -> int:
+    return index + 1 if index < length else index + 1 - length

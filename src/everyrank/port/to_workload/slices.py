@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from everyrank.port.facts import CallSite, Fact
-from everyrank.port.source import NotPortedError, Scope, ScriptSource, end_of, start_of
+from everyrank.port.source import NotPortedError, Scope, ScriptSource, end_of, parameter_names, start_of
 
 __all__ = [
     "Script",
@@ -501,10 +501,7 @@ class _Frames:
         return start_of(self.script.source.statement(call))
 
     def parameters(self, depth: int) -> list[str]:
-        scope = self.scopes[depth] if depth < len(self.scopes) else self.script.source.tree
-        if isinstance(scope, ast.Module):
-            return []
-        return [each.arg for each in [*scope.args.posonlyargs, *scope.args.args, *scope.args.kwonlyargs]]
+        return parameter_names(self.scopes[depth] if depth < len(self.scopes) else self.script.source.tree)
 
     def argument(self, name: str, depth: int) -> tuple[ast.expr | None, ast.Call | None]:
         """Return the argument for a parameter of a function, and the call."""

@@ -11,7 +11,7 @@ from everyrank.port.facts import CallSite, Fact
 from everyrank.port.source import NotPortedError, ScriptSource, start_of
 from everyrank.port.to_workload.batch_loop import Loss, Metric, find_loss, find_metrics
 from everyrank.port.to_workload.observed_run import ObservedRun
-from everyrank.port.to_workload.slices import Script, ScriptSlice, ScriptStatement
+from everyrank.port.to_workload.slices import Script, ScriptSlice, ScriptStatement, loaded_names
 
 __all__ = ["Code", "TrainingParts", "find_training"]
 
@@ -33,7 +33,7 @@ class TrainingParts:
     """All parts of a workload.
 
     per_epoch   updates of an epoch if the schedule is stepped once per epoch, else 0
-    reduction   "mean" or "sum" of the loss over the samples of a batch
+    reductions  the reductions of the loss to try, in this order: "mean" or "sum" over the samples of a batch
     ignored     a target that the mean ignores; None if there is none
     backwards   backward passes of one update
     early_passes  passes over the training loader before the first update
@@ -300,10 +300,33 @@ def _refuse_changed_data(observed: ObservedRun, loader: Fact, backward: Fact) ->
 # --- model, optimizer, schedule
 
 
-def _name_of(site: CallSite, identity: int) -> str:
-    """Return the shortest name of an object in a frame; "" if it has none."""
+def _names_of(site: CallSite, identity: int) -> list[str]:
+    """Return the names of an object in a frame, the shortest first, and attributes last."""
     names = [name for name, value in site.values.items() if value[2] == identity]
-    return min(names, key=lambda name: (name.count("."), len(name)), default="")
+    return sorted(names, key=lambda name: (name.count("."), len(name)))
+
+
+def _code_with_parameter(script: Script, node: ast.AST, event: Fact, names: list[str]) -> tuple[Code, str]:
+    """Return the code of a call as a function of an object, and the parameter: the name of the object in that code.
+
+    The script may use several names, `model = net = Net()`. The others are assigned from the parameter.
+    """
+    attribute = next(
+        (code for each in ast.walk(node) if "." in (code := script.source.code(each)) and code in names), ""
+    )
+    names = [name for name in names if "." not in name]
+    if attribute:
+        raise NotPortedError(event.line, f"attributes of a class are not followed: write {names[0]} for {attribute}")
+    needed = ScriptSlice(script, names)
+    needed.needs(node, event)
+    text = script.rendered(node)
+    reads = loaded_names(ast.parse(text)).union(*(loaded_names(ast.parse(each.text)) for each in needed.ordered))
+    parameter, *others = [name for name in names if name in reads] or names[:1]
+    assignments = [
+        ScriptStatement((-1, event.line, number), f"{name} = {parameter}", frozenset({name}), event.line, False)
+        for number, name in enumerate(others)
+    ]
+    return Code([*assignments, *needed.ordered], text, event.line), parameter
 
 
 def _model(observed: ObservedRun, script: Script, forward: Fact, call: ast.Call) -> Code:
@@ -323,21 +346,17 @@ def _optimizer(observed: ObservedRun, script: Script, optimizer: Fact, forward: 
     """Return the call that creates the optimizer, and the name of the model at this call."""
     node = observed.source.at(optimizer.span, ast.Call)
     assert node is not None
-    model = _name_of(optimizer.chain[0], forward.details["id"])
-    names = {value[2]: name for name, value in optimizer.chain[0].values.items() if value[0] == "object"}
-    del names
-    if not model:
+    names = _names_of(optimizer.chain[0], forward.details["id"])
+    if not names:
         raise NotPortedError(
             optimizer.line,
             "the model has no name at the line that creates the optimizer: create the optimizer after the model",
         )
-    if "." in model:
+    if "." in names[0]:
         raise NotPortedError(
-            optimizer.line, f"the model is an attribute, {model}: attributes of a class are not followed"
+            optimizer.line, f"the model is an attribute, {names[0]}: attributes of a class are not followed"
         )
-    needed = ScriptSlice(script, [model])
-    needed.needs(node, optimizer)
-    return Code(needed.ordered, script.rendered(node), optimizer.line), model
+    return _code_with_parameter(script, node, optimizer, names)
 
 
 def _schedule(
@@ -354,11 +373,10 @@ def _schedule(
     if len(schedules) > 1:
         raise NotPortedError(schedules[1].line, "a second schedule: combine both in a ChainedScheduler or SequentialLR")
     [event] = schedules
-    site = event.chain[0]
     node = observed.source.at(event.span, ast.Call)
     assert node is not None
-    name = _name_of(site, optimizer.details["id"])
-    if not name or "." in name:
+    names = _names_of(event.chain[0], optimizer.details["id"])
+    if not names or "." in names[0]:
         raise NotPortedError(
             event.line, "the optimizer has no name at the line that creates the schedule: create the schedule after it"
         )
@@ -369,17 +387,12 @@ def _schedule(
                 event.line,
                 "ReduceLROnPlateau maximizes a metric; in a workload it minimizes the evaluation loss",
             )
-    needed = ScriptSlice(script, [name])
-    needed.needs(node, event)
+    code, parameter = _code_with_parameter(script, node, event, names)
     steps = sum(each.details["id"] == event.details["id"] for each in observed.facts_of("schedule_step"))
     updates = len(observed.facts_of("step"))
     # everyrank also steps ReduceLROnPlateau once per epoch
     is_per_epoch = steps < updates - 1 and event.details["name"] != "ReduceLROnPlateau"
-    return (
-        Code(needed.ordered, script.rendered(node), event.line),
-        name,
-        updates_per_epoch if is_per_epoch else 0,
-    )
+    return code, parameter, updates_per_epoch if is_per_epoch else 0
 
 
 # --- data

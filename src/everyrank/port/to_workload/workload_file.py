@@ -9,17 +9,26 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from everyrank.port.facts import Fact
-from everyrank.port.source import NotPortedError, ScriptSource
-from everyrank.port.to_workload.batch_loop import Loss
-from everyrank.port.to_workload.slices import Script, ScriptSlice, ScriptStatement, bound_names, loaded_names
+from everyrank.port.source import NotPortedError, ScriptSource, start_of
+from everyrank.port.to_workload.batch_loop import Loss, bound_names_of
+from everyrank.port.to_workload.slices import (
+    Script,
+    ScriptSlice,
+    ScriptStatement,
+    bound_names,
+    decided,
+    loaded_names,
+    taken_statements,
+)
 from everyrank.port.to_workload.training_parts import Code, TrainingParts
 
 __all__ = ["WorkloadChoice", "is_importable", "workload_text"]
 
+_READS_INPUT = re.compile(r"parse_args|parse_known_args|ArgumentParser|open\(|load\(|input\(|sys\.argv")
 PER_EPOCH = '''class EachEpoch:
     """Steps a schedule once per epoch, where everyrank steps it once per update."""
 
@@ -44,7 +53,7 @@ PER_EPOCH = '''class EachEpoch:
 class WorkloadChoice:
     """Decisions that cannot be read from the source; the check tries them.
 
-    reduction   "mean" or "sum" of the loss over the samples of a batch
+    reduction   how the loss combines samples: "mean", "sum", or "masked" (mean without ignored targets)
     evaluates   whether the file has evaluation data and metrics
     """
 
@@ -70,9 +79,7 @@ def is_importable(source: ScriptSource, script: Path, events: Sequence[Fact]) ->
         ) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
         if node not in guards and not is_quiet:
             return False
-        if isinstance(node, ast.Assign) and re.search(
-            r"parse_args|ArgumentParser|open\(|load\(|input\(", source.code(node)
-        ):
+        if node not in guards and _reads_input(source, _run_at_import(node), set()):
             return False
     if not guards:
         return False
@@ -84,6 +91,30 @@ def is_importable(source: ScriptSource, script: Path, events: Sequence[Fact]) ->
     )
 
 
+def _run_at_import(node: ast.stmt) -> list[ast.AST]:
+    """Return the parts of a statement that run when its module is imported: of a function, not its body."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return [*node.decorator_list, *node.args.defaults, *(each for each in node.args.kw_defaults if each)]
+    if isinstance(node, ast.ClassDef):
+        return [*node.decorator_list, *(part for each in node.body for part in _run_at_import(each))]
+    return [node]
+
+
+def _reads_input(source: ScriptSource, nodes: Sequence[ast.AST], seen: set[str]) -> bool:
+    """Whether code, or a function or class of the script that it calls, parses arguments or reads a file."""
+    if any(_READS_INPUT.search(source.code(node)) for node in nodes):
+        return True
+    called = [each.func for each in _nodes_in(nodes) if isinstance(each, ast.Call)]
+    names = {name for node in called for name in loaded_names(node)} - seen
+    seen |= names
+    definitions = [
+        node
+        for node in source.tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name in names
+    ]
+    return bool(definitions) and _reads_input(source, definitions, seen)
+
+
 def _is_guard(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and any(
         isinstance(each, ast.Name) and each.id == "__name__" for each in ast.walk(node.test)
@@ -91,7 +122,7 @@ def _is_guard(node: ast.stmt) -> bool:
 
 
 class _File:
-    """The state of writing the file."""
+    """The parts of the workload's file that have been collected so far."""
 
     def __init__(self, training: TrainingParts, source: ScriptSource, backward: Fact, imports_from: str) -> None:
         self.training, self.source, self.backward = training, source, backward
@@ -99,15 +130,18 @@ class _File:
         self.imports_from = imports_from
         self.module_statements: dict[tuple[int, int, int], ScriptStatement] = {}
         self.functions: list[str] = []
-        self.imports: dict[int, str] = {}
+        self.imports: dict[tuple[int, int], str] = {}
         self.copies: dict[int, str] = {}
         self.imported: list[str] = []
         self.needs_everyrank = False
         self.taken: set[str] = set()
 
     def name(self, wanted: str) -> str:
-        """Return a name that is not used in the file."""
-        return f"{wanted}_for_workload" if wanted in self.taken else wanted
+        """Return `wanted`, or a longer name if the file already has that name."""
+        while wanted in self.taken:
+            wanted += "_for_workload"
+        self.taken.add(wanted)
+        return wanted
 
 
 def workload_text(
@@ -127,10 +161,11 @@ def workload_text(
     Raises `NotPortedError` if a definition cannot be found.
     """
     file = _File(training, source, backward, imports_from)
-    file.taken = {*training.script.constants, *training.script.namespaces, *training.script.definitions}
     has_eval = choice.evaluates and training.eval_data is not None
     fields: dict[str, str] = {"name": repr(_workload_name(Path(python_args[0])))}
     _add_setups(file, has_eval)
+    statements_of_definitions = _resolve_definitions(file)
+    file.taken = _module_names(file, statements_of_definitions)
     sources: dict[str, Code] = {"train_data": training.train_data}
     if has_eval and training.eval_data is not None:
         sources["eval_data"] = training.eval_data
@@ -153,8 +188,37 @@ def workload_text(
         fields["weights"] = _function(file, "weights", "", training.weights)
     if has_eval and training.metrics:
         fields["metrics"] = _add_metrics(file)
-    _resolve_definitions(file)
+    file.module_statements |= statements_of_definitions
     return _joined(file, fields, python_args)
+
+
+def _module_names(file: _File, statements_of_definitions: dict[tuple[int, int, int], ScriptStatement]) -> set[str]:
+    """Return the names that the file has at module level before its own functions.
+
+    Raises `NotPortedError` if the script has a name that each workload's file needs.
+    """
+    script = file.script
+    statements = [*file.module_statements.values(), *statements_of_definitions.values()]
+    names = {*script.constants, *script.namespaces, *script.definitions}
+    names |= {name for statement in statements for name in statement.names}
+    fixed_names = {"Workload", "workload", *(["EachEpoch"] if file.training.per_epoch else [])}
+    for name in sorted(names & fixed_names):
+        raise NotPortedError(
+            _line_of(file, name), f"the file of a workload needs the name `{name}`: use a different name in the script"
+        )
+    return names | fixed_names
+
+
+def _line_of(file: _File, name: str) -> int:
+    """Return the first line of the script that binds a name."""
+    return next(
+        (
+            node.lineno
+            for node in ast.walk(file.source.tree)
+            if isinstance(node, ast.stmt) and name in bound_names(node)
+        ),
+        1,
+    )
 
 
 def _workload_name(script: Path) -> str:
@@ -194,6 +258,18 @@ def _may_indent(text: str) -> bool:
     )
 
 
+def _assigned_value(text: str, name: str) -> str:
+    """Return the value in the text of `name = value`; "" for other statements, and for values that need brackets."""
+    statement = ast.parse(text).body[0]
+    if (
+        not isinstance(statement, ast.Assign)
+        or [ast.unparse(target) for target in statement.targets] != [name]
+        or isinstance(statement.value, ast.Tuple | ast.NamedExpr)
+    ):
+        return ""
+    return ast.get_source_segment(text, statement.value) or ""
+
+
 def _function(file: _File, name: str, parameter: str, code: Code) -> str:
     """Return a lambda, or the name of a function that is added to the file."""
     statements = [statement for statement in code.statements if statement.order not in file.module_statements]
@@ -202,8 +278,8 @@ def _function(file: _File, name: str, parameter: str, code: Code) -> str:
             return code.text[:-2]
         return f"lambda {parameter}: {code.text}" if parameter else f"lambda: {code.text}"
     if len(statements) == 1 and "\n" not in statements[0].text:
-        target, _, value = statements[0].text.partition(" = ")
-        if target == code.text and value:
+        value = _assigned_value(statements[0].text, code.text)
+        if value:
             return _function(file, name, parameter, Code([], value, code.line))
     name = file.name(f"build_{name}" if name in ("model", "optimizer", "schedule") else name)
     lines = [_indented(statement.text) for statement in statements]
@@ -270,7 +346,9 @@ def _add_data(file: _File, sources: dict[str, Code], fields: dict[str, str]) -> 
         {name for statement in data_statements.values() for name in statement.names}
         & reads - _bound_first(model_statements)
     )
-    file.imports[-2] = "import functools"
+    file.imports[-2, 0] = "import functools"
+    # a local variable of that name would hide the function
+    file.taken |= {*passed_names, *(each for statement in model_statements for each in statement.names)}
     name = file.name("data")
     texts = [*(code.text for code in sources.values()), *passed_names]
     body = "\n".join(_indented(data_statements[order].text) for order in sorted(data_statements))
@@ -321,43 +399,58 @@ def _head(name: str, output: str, loss: Loss) -> list[str]:
     return [f"def {name}({output}, target):", f"    {', '.join(names)} = target"]
 
 
-def _undivided(after: list[str], value: str, backwards: int) -> tuple[list[str], str, int]:
-    """Return the loss without the division by the backward passes of an update, and a factor if none was removed."""
+def _undivided(file: _File) -> tuple[list[str], str, int]:
+    """Return the statements to the loss, the loss, and the factor to multiply it by.
+
+    If the last operation divides the loss by the backward passes of an update, it is removed, and the factor is 1.
+    Else the factor is the number of these passes.
+    """
+    after, value, backwards = list(file.training.loss.after), file.training.loss.value, file.training.backwards
     if backwards == 1:
         return after, value, 1
-    node = ast.parse(value, mode="eval").body
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-        return after, ast.get_source_segment(value, node.left) or value, 1
-    for number, text in enumerate(after):
-        statement = ast.parse(text).body[0]
-        if (
-            isinstance(statement, ast.AugAssign)
-            and isinstance(statement.op, ast.Div)
-            and ast.unparse(statement.target) == value
-        ):
-            return [*after[:number], *after[number + 1 :]], value, 1
-        if (
-            isinstance(statement, ast.Assign)
-            and isinstance(statement.value, ast.BinOp)
-            and isinstance(statement.value.op, ast.Div)
-        ):
-            target, left = ast.unparse(statement.targets[0]), ast.get_source_segment(text, statement.value.left) or ""
-            if target == value:
-                kept = [] if left == target else [f"{target} = {left}"]
-                return [*after[:number], *kept, *after[number + 1 :]], value, 1
+    undivided = _dividend(file, value, ast.parse(value, mode="eval").body)
+    if undivided:
+        return after, undivided, 1
+    number, text = next(
+        ((number, text) for number, text in reversed(list(enumerate(after))) if value in bound_names_of(text)), (0, "")
+    )
+    statement = ast.parse(text).body[0] if text else None
+    if (
+        isinstance(statement, ast.AugAssign)
+        and isinstance(statement.op, ast.Div)
+        and _is_number_of_backwards(file, statement.value)
+    ):
+        return [*after[:number], *after[number + 1 :]], value, 1
+    if isinstance(statement, ast.Assign) and [ast.unparse(target) for target in statement.targets] == [value]:
+        undivided = _dividend(file, text, statement.value)
+        if undivided:
+            kept = [] if undivided == value else [f"{value} = {undivided}"]
+            return [*after[:number], *kept, *after[number + 1 :]], value, 1
     return after, value, backwards
+
+
+def _dividend(file: _File, text: str, node: ast.expr) -> str:
+    """Return `a` of `a / b` if b is the number of backward passes of an update, else ""."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _is_number_of_backwards(file, node.right):
+        return ast.get_source_segment(text, node.left) or ""
+    return ""
+
+
+def _is_number_of_backwards(file: _File, divisor: ast.expr) -> bool:
+    values = {**file.script.module_values, **file.backward.chain[0].values}
+    test = ast.Compare(divisor, [ast.Eq()], [ast.Constant(file.training.backwards)])
+    return decided(ast.fix_missing_locations(test), values) is True
 
 
 def _add_loss(file: _File, choice: WorkloadChoice) -> str:
     """Add the loss function; returns its name."""
     training, loss = file.training, file.training.loss
     rows = _rows(loss) if loss.targets else "target"
-    after, value, factor = _undivided(list(loss.after), loss.value, training.backwards)
-    if after:
-        last = ast.parse(after[-1]).body[0]
-        is_value = isinstance(last, ast.Assign) and ast.unparse(last.targets[0]) == value and "\n" not in after[-1]
-        if is_value and isinstance(last, ast.Assign) and isinstance(last.value, ast.Call):
-            value = after.pop().partition(" = ")[2]
+    after, value, factor = _undivided(file)
+    if after and "\n" not in after[-1]:
+        assigned = _assigned_value(after[-1], value)
+        if assigned and isinstance(ast.parse(assigned, mode="eval").body, ast.Call):
+            after, value = after[:-1], assigned
     if not isinstance(ast.parse(value, mode="eval").body, ast.Call | ast.Name | ast.Attribute):
         value = f"({value})"
     multiplier = f" * {factor}" if factor > 1 else ""
@@ -386,7 +479,7 @@ def _add_collate(file: _File) -> str:
             return ""
         return collate.text
     if collate is None:
-        file.imports[-1] = "from torch.utils.data import default_collate"
+        file.imports[-1, 0] = "from torch.utils.data import default_collate"
     function = collate.text if collate is not None else "default_collate"
     if function.startswith("lambda"):
         function = f"({function})"
@@ -427,53 +520,120 @@ def _add_metrics(file: _File) -> str:
 # --- definitions
 
 
-def _resolve_definitions(file: _File) -> None:
-    """Find all functions, classes and imports that are needed, also indirectly."""
+def _resolve_definitions(file: _File) -> dict[tuple[int, int, int], ScriptStatement]:
+    """Find all functions, classes and imports that are needed, also indirectly.
+
+    Returns the statements of the module that the copied functions and classes need.
+    """
     script, source = file.script, file.source
     module = dataclasses.replace(file.backward, chain=file.backward.chain[-1:])
+    statements: dict[tuple[int, int, int], ScriptStatement] = {}
+    _add_path_changes(file)
     resolved, unknown = set[str](), set[str]()
     while unresolved := sorted(script.definitions - resolved):
         for name in unresolved:
             resolved.add(name)
-            nodes = [node for node in _module_statements(source.tree.body) if name in bound_names(node)]
+            nodes = [node for node in _module_statements(file) if name in bound_names(node)]
             definition = next((node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)), None)
             if definition is None:
-                imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-                for node in imports:
-                    _add_import(file, node, name)
+                for node in nodes:
+                    if isinstance(node, ast.Import | ast.ImportFrom):
+                        _add_import(file, node, name)
+                    elif isinstance(node, ast.If | ast.Try):
+                        file.imports[start_of(node)] = script.rendered(node)
+                        script.definitions |= (loaded_names(node) - bound_names(node)) & _imported_names(file)
                 unknown |= set() if nodes or hasattr(builtins, name) else {name}
             elif file.imports_from and definition in source.tree.body:
                 file.imported.append(name)
             else:
                 file.copies[definition.lineno] = _with_comments(source, definition)
+                _add_imports(file, lambda node: node.module == "__future__")  # annotations of the copy
                 needed = ScriptSlice(script)
                 needed.needs(definition, module, before=(10**9, 0))
-                file.module_statements |= needed.statements
-    _add_path_and_stars(file, bool(unknown))
+                statements |= needed.statements
+    if unknown:
+        _add_imports(file, lambda node: node.names[0].name == "*")
+    return statements
 
 
-def _add_path_and_stars(file: _File, has_unknown: bool) -> None:
-    """Add lines that change sys.path, and `from x import *` if a name has no other origin."""
+def _add_path_changes(file: _File) -> None:
+    """Copy the statements that change sys.path, with the imports and assignments that they need, among the imports."""
+    script, source = file.script, file.source
+    needed = set[str]()
+    for node in reversed(list(taken_statements(source.tree.body, script.module_values))):
+        is_needed = (
+            isinstance(node, ast.Assign | ast.AnnAssign)
+            and bool(bound_names(node) & needed)
+            and not _READS_INPUT.search(source.code(node))
+        )
+        if is_needed or _changes_path(node):
+            file.imports[start_of(node)] = script.rendered(node)
+            needed |= loaded_names(node)
+    script.definitions |= needed & _imported_names(file)
+
+
+def _changes_path(node: ast.stmt) -> bool:
+    """Whether a statement only changes sys.path: `sys.path.insert(0, x)`, `sys.path += [x]`, also under an `if`."""
+    if isinstance(node, ast.If):
+        return all(_changes_path(each) for each in [*node.body, *node.orelse])
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        function = node.value.func
+        return isinstance(function, ast.Attribute) and ast.unparse(function.value) == "sys.path"
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return any(target is not None and re.match(r"sys\.path(\[|$)", ast.unparse(target)) for target in targets)
+
+
+def _add_imports(file: _File, is_wanted: Callable[[ast.ImportFrom], bool]) -> None:
+    """Add the `from x import y` of the script that are wanted, whole."""
     for node in file.source.tree.body:
-        text = file.source.code(node)
-        if has_unknown and isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            file.imports[node.lineno] = text
-        if isinstance(node, ast.Expr) and "sys.path" in text:
-            file.imports[node.lineno] = text
-            file.imports.setdefault(-3, "import sys")
+        if isinstance(node, ast.ImportFrom) and is_wanted(node):
+            file.imports[start_of(node)] = file.source.code(node)
 
 
-def _module_statements(statements: Sequence[ast.stmt]) -> list[ast.stmt]:
-    """Return the statements of the module, also those in its branches and blocks."""
-    flat: list[ast.stmt] = []
-    for node in statements:
-        if not isinstance(node, ast.If | ast.Try | ast.With):
-            flat.append(node)
-        for block in ("body", "orelse", "handlers"):
-            if isinstance(node, ast.If | ast.Try | ast.With):
+def _module_statements(file: _File) -> list[ast.stmt]:
+    """Return the statements of the module, also those in its branches and blocks.
+
+    Blocks that choose between imports stay whole: `try: import a as x`, `except ImportError: import b as x`.
+    """
+
+    def flat(statements: Sequence[ast.stmt]) -> list[ast.stmt]:
+        flat_statements: list[ast.stmt] = []
+        for node in taken_statements(statements, file.script.module_values):
+            if not isinstance(node, ast.If | ast.Try | ast.With) or _chooses_imports(node):
+                flat_statements.append(node)
+                continue
+            for block in ("body", "orelse", "handlers"):
                 for each in getattr(node, block, []):
-                    flat += _module_statements(each.body if isinstance(each, ast.ExceptHandler) else [each])
-    return flat
+                    flat_statements += flat(each.body if isinstance(each, ast.ExceptHandler) else [each])
+        return flat_statements
+
+    return flat(file.source.tree.body)
+
+
+def _chooses_imports(block: ast.stmt) -> bool:
+    """Whether an `if` or `try` has imports, and else only plain assignments, and anything in its `except`."""
+    if not isinstance(block, ast.If | ast.Try):
+        return False
+    handlers = block.handlers if isinstance(block, ast.Try) else []
+    statements = [*block.body, *block.orelse, *getattr(block, "finalbody", [])]
+    imports = [each for each in _nodes_in([*statements, *handlers]) if isinstance(each, ast.Import | ast.ImportFrom)]
+    return bool(imports) and all(_chooses_imports(each) or _is_import_or_plain(each) for each in statements)
+
+
+def _is_import_or_plain(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        return not any(isinstance(each, ast.Call) for each in ast.walk(statement))
+    return isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass | ast.Raise)
+
+
+def _nodes_in(nodes: Sequence[ast.AST]) -> list[ast.AST]:
+    return [each for node in nodes for each in ast.walk(node)]
+
+
+def _imported_names(file: _File) -> set[str]:
+    """Return the names that the module's own imports bind."""
+    imports = [node for node in _module_statements(file) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {name for node in imports for name in bound_names(node)}
 
 
 def _with_comments(source: ScriptSource, node: ast.FunctionDef | ast.ClassDef) -> str:
@@ -496,13 +656,14 @@ def _add_import(file: _File, node: ast.Import | ast.ImportFrom, name: str) -> No
     """Add the import of a name, without the other names of its line."""
     aliases = [each for each in node.names if (each.asname or each.name).partition(".")[0] == name]
     texts = [each.name + (f" as {each.asname}" if each.asname else "") for each in aliases]
-    known_import = file.imports.get(node.lineno, "")
-    if isinstance(node, ast.Import):
+    known_import = file.imports.get(start_of(node), "")
+    if known_import:
+        line = f"{known_import}, {', '.join(texts)}"
+    elif isinstance(node, ast.Import):
         line = f"import {', '.join(texts)}"
-        file.imports[node.lineno] = f"{known_import}, {', '.join(texts)}" if known_import else line
     else:
         line = f"from {'.' * node.level}{node.module or ''} import {', '.join(texts)}"
-        file.imports[node.lineno] = f"{known_import}, {', '.join(texts)}" if known_import else line
+    file.imports[start_of(node)] = line
 
 
 # --- the whole file
@@ -511,8 +672,11 @@ def _add_import(file: _File, node: ast.Import | ast.ImportFrom, name: str) -> No
 def _joined(file: _File, fields: dict[str, str], python_args: Sequence[str]) -> str:
     script, name = file.script, Path(python_args[0]).name
     command = shlex.join(["everyrank", "port", "--to", "workload", name, *python_args[1:]])
-    head = [f'"""The training of {name} as a workload for everyrank.']
-    head.append(f"\nMade and compared with the script by: {command}\n" + '"""')
+    docstring = (
+        f"The training of {name} as a workload for everyrank.\n\nMade and compared with the script by: {command}\n"
+    )
+    docstring = docstring.replace("\\", "\\\\").replace('"""', r"\"\"\"")
+    head = [f'"""{docstring}"""']
     imports = [file.imports[key] for key in sorted(file.imports)]
     if script.namespaces:
         imports.insert(0, "from argparse import Namespace")
@@ -532,8 +696,9 @@ def _joined(file: _File, fields: dict[str, str], python_args: Sequence[str]) -> 
                     f"{each} = Namespace(\n" + "".join(f"    {key}={text},\n" for key, text in attributes.items()) + ")"
                 )
             constants.append(line)
-    blocks: list[tuple[tuple[int, int], str, bool]] = [((line, 0), text, True) for line, text in file.copies.items()]
-    blocks += [((statement.line, 1), statement.text, False) for statement in file.module_statements.values()]
+    # definitions are of the module, whose statements ran before those of the functions that it called
+    blocks = [((0, line, -1), text, True) for line, text in file.copies.items()]
+    blocks += [(statement.order, statement.text, False) for statement in file.module_statements.values()]
     future_imports = [line for line in imports if line.startswith("from __future__")]
     other_imports = [line for line in dict.fromkeys(imports) if line not in future_imports]
     text = "\n".join([*head, "", *future_imports, *other_imports, "", *everyrank_imports, ""])
