@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -415,6 +416,21 @@ def test_script_is_checked_without_its_warnings(tmp_path: Path) -> None:
         command = read_command([str(tmp_path / "script.py")])
         assert not imports_horovod(command)
         assert not can_preload_torch(command)
+
+
+def test_exit_functions_that_wait_do_not_hide_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may wait for other ranks, which wait for this one."""
+    is_reported, errors = threading.Event(), list[BaseException]()
+
+    def fail(error: BaseException) -> None:
+        errors.append(error)
+        is_reported.set()
+
+    monkeypatch.setattr(rank, "_EXIT_SECONDS", 0.01)
+    monkeypatch.setattr(rank, "atexit", SimpleNamespace(_run_exitfuncs=lambda: is_reported.wait(60.0)))
+    cause = ValueError("a broken image")
+    rank._run_exit_functions(RankInfo(0, 0, 2, 2, "spawn", "", fail=fail), cause)
+    assert errors == [cause]
 
 
 @pytest.mark.parametrize(
