@@ -24,6 +24,7 @@ from everyrank.data import (
 )
 from everyrank.data.loader import map_tensors
 from everyrank.data.order import epoch_order
+from everyrank.data.parts import parts_for_updates
 from everyrank.data.seeds import mix
 from everyrank.world import World
 
@@ -44,6 +45,27 @@ def test_no_micro_batch_is_empty(total: int, accumulate: int) -> None:
     assert [position for part in parts for position in part] == list(range(total))
     assert all(parts)
     assert len(parts) == min(total, accumulate)
+
+
+class Files(zoo.Points):
+    """Points in two files."""
+
+    shard_sizes = (10, 11)
+
+
+@pytest.mark.parametrize(("count", "accumulate", "batch"), list(itertools.product((1, 2, 3, 5), (1, 4, 7), (2, 5, 16))))
+def test_each_micro_batch_of_shards_has_a_sample_on_some_rank(count: int, accumulate: int, batch: int) -> None:
+    """Otherwise batch norm has nothing to normalise in the last update of an epoch."""
+    workload = dataclasses.replace(zoo.workload("frozen"), order="shard", global_batch=batch)
+    updates = list(all_updates(2 * updates_per_epoch(21, batch), updates_per_epoch(21, batch)))
+    parts_by_rank = [
+        list(parts_for_updates(workload, Files(21), updates, Slice(rank, count), accumulate, False))
+        for rank in range(count)
+    ]
+    for parts_of_update in zip(*parts_by_rank, strict=True):
+        assert all(any(part.size for part in micro_batch) for micro_batch in zip(*parts_of_update, strict=True))
+    read = [sample for parts in itertools.chain(*parts_by_rank) for p in parts for sample in p.keys.samples[: p.size]]
+    assert sorted(read) == sorted([*range(21)] * 2)
 
 
 def test_epoch_order_equals_that_of_distributed_sampler() -> None:
