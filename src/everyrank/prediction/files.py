@@ -9,9 +9,9 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from everyrank.errors import UsageError
+from everyrank.errors import UsageError, WorkloadError
 
-__all__ = ["PREDICTION_SUFFIXES", "check_predictions_suffix", "open_predictions"]
+__all__ = ["PREDICTION_SUFFIXES", "check_predictions_suffix", "different_rows", "open_predictions"]
 
 PREDICTION_SUFFIXES = (".jsonl", ".npy")
 
@@ -27,7 +27,8 @@ def open_predictions(path: Path, length: int) -> Generator[Callable[[int, Any], 
     """Yield a function of (index of the first sample, array of predictions (B, ...)), to be called in order.
 
     .jsonl: {"index": 17, "prediction": 3} a row; .npy: one array of `length` rows. The file replaces an
-    existing one when the block ends without an error. Raises `UsageError` if it cannot be written.
+    existing one when the block ends without an error. Raises `UsageError` if it cannot be written. For a .npy file,
+    the function raises `WorkloadError` if the shape or dtype of the rows differs from the first batch.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -42,10 +43,21 @@ def open_predictions(path: Path, length: int) -> Generator[Callable[[int, Any], 
 
         with file:
             yield written
+            with _blamed(path):
+                file.close()  # writes what is still buffered
         with _blamed(path):
             partial.replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it would hide the error above, which has the same cause
+            partial.unlink(missing_ok=True)
+
+
+def different_rows(first: str, second: str) -> WorkloadError:
+    """Return the error for rows that do not fit into one array, such as "shape (2,), float32, on one rank"."""
+    return WorkloadError(
+        f"predict: rows of {first} and {second}; pad all batches to one shape and cast them to one dtype, or give "
+        "Workload.predict = (output) -> rows of one shape and dtype"
+    )
 
 
 @contextlib.contextmanager
@@ -78,6 +90,7 @@ def _plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _array(path: Path, length: int) -> Generator[Callable[[int, Any], None]]:
+    import numpy as np
     from numpy.lib.format import open_memmap
 
     array: Any = None
@@ -86,8 +99,16 @@ def _array(path: Path, length: int) -> Generator[Callable[[int, Any], None]]:
         nonlocal array
         if array is None:
             array = open_memmap(path, mode="w+", dtype=values.dtype, shape=(length, *values.shape[1:]))
+        if (values.dtype, values.shape[1:]) != (array.dtype, array.shape[1:]):  # numpy would cast and broadcast them
+            raise different_rows(
+                f"shape {array.shape[1:]}, {array.dtype}, in the first batch",
+                f"shape {values.shape[1:]}, {values.dtype}, in a later one",
+            )
         array[first : first + len(values)] = values
 
     yield write
-    if array is not None:
+    if array is None:
+        with path.open("wb") as file:
+            np.save(file, np.empty(0))
+    else:
         array.flush()
