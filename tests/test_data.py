@@ -23,7 +23,7 @@ from everyrank.data import (
     updates_per_epoch,
 )
 from everyrank.data.loader import map_tensors
-from everyrank.data.order import epoch_order
+from everyrank.data.order import drawn_order, epoch_order, shard_order
 from everyrank.data.parts import parts_for_updates
 from everyrank.data.seeds import mix
 from everyrank.world import World
@@ -74,6 +74,21 @@ def test_epoch_order_equals_that_of_distributed_sampler() -> None:
     sampler.set_epoch(4)
     assert epoch_order(10, seed=3, epoch=4).tolist() == list(sampler)
     assert epoch_order(10, 3, 4).tolist() != epoch_order(10, 3, 5).tolist()
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        epoch_order,
+        lambda length, seed, epoch: shard_order([length], seed, epoch),
+        lambda length, seed, epoch: drawn_order(torch.ones(length), seed, epoch),
+    ],
+)
+def test_largest_seed_has_an_order_in_every_epoch(order: Any) -> None:
+    """A seed above 64 bits counts from 0 again. Negative seeds stay torch's."""
+    assert order(50, 2**64 - 1, 1).tolist() == order(50, 0, 0).tolist()
+    assert order(50, 2**64 - 3, 2).tolist() == order(50, 2**64 - 1, 0).tolist()
+    assert order(50, -(2**63), 1).tolist() == order(50, -(2**63) + 1, 0).tolist()
 
 
 def test_updates_and_samples_per_epoch() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import zoo
-
 from everyrank.data import Batch
 from everyrank.errors import UsageError, WorkloadError
 from everyrank.prediction.files import open_predictions
