@@ -76,10 +76,27 @@ def order_of(workload: Workload, dataset: Any, epoch: int) -> Tensor | range:
 _MAX_WEIGHTS = 1 << 24  # the limit of torch.multinomial
 
 
-@functools.lru_cache(maxsize=4)
 def weights_of(weights: Callable[[], Sequence[float]], length: int) -> Tensor:
     """Return the weight of each training sample, float64, (length,), cached. Raises `WorkloadError`."""
-    values = torch.as_tensor(weights(), dtype=torch.float64).cpu()
+    return _cached_weights(_ByIdentity(weights), length)
+
+
+class _ByIdentity:
+    """A key of a cache for a callable object that may not be hashable, such as a dataclass with `__call__`."""
+
+    def __init__(self, function: Callable[[], Sequence[float]]) -> None:
+        self.function = function
+
+    def __hash__(self) -> int:
+        return id(self.function)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByIdentity) and self.function is other.function
+
+
+@functools.lru_cache(maxsize=4)
+def _cached_weights(weights: _ByIdentity, length: int) -> Tensor:
+    values = torch.as_tensor(weights.function(), dtype=torch.float64).cpu()
     if values.shape != (length,):
         raise WorkloadError(f"weights: shape {tuple(values.shape)} for {length} training samples; give one for each")
     if not bool(((values >= 0) & values.isfinite()).all()) or not float(values.sum()) > 0:

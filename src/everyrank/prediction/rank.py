@@ -51,18 +51,21 @@ def predict_rank(
                 )
             )
             name = f"predict {workload.name} · {layout}"
-            _predict(prepared, data, write, lambda: advance(name))
+            data_name = "train_data" if options.training_data else "eval_data"
+            _predict(prepared, data, data_name, write, lambda: advance(name))
         del prepared
         return len(data) if world.rank == 0 else None
 
 
-def _predict(prepared: Prepared, data: Any, write: Callable[[int, Any], None], tick: Callable[[], None]) -> None:
+def _predict(
+    prepared: Prepared, data: Any, data_name: str, write: Callable[[int, Any], None], tick: Callable[[], None]
+) -> None:
     """Predict batch by batch; each rank computes its part, and rank 0 writes all in order."""
     workload, world = prepared.workload, prepared.world
     prepared.model.eval()
     first = 0
     with torch.no_grad(), prepared.averaged_weights():
-        for batch in batches_for_evaluation(workload, data, prepared.data_slice, world, prepared.dtype):
+        for batch in batches_for_evaluation(workload, data, prepared.data_slice, world, prepared.dtype, data_name):
             tick()
             with wrap_user_errors():
                 output = prepared.predict(batch)
