@@ -70,11 +70,13 @@ def test_path_that_cannot_be_written_is_named(place: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full")
-def test_full_disk_is_named_when_the_file_is_closed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", ["jsonl", "npy"])
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_full_disk_is_named(suffix: str, count: int, tmp_path: Path) -> None:
     """A small file is still in memory when the last row has been written."""
-    (tmp_path / "p.jsonl.partial").symlink_to("/dev/full")
-    with pytest.raises(UsageError, match=r"--out .*p\.jsonl: cannot be written \(No space left"):
-        write_batches(tmp_path / "p.jsonl", np.zeros(3))
+    (tmp_path / f"p.{suffix}.partial").symlink_to("/dev/full")
+    with pytest.raises(UsageError, match=rf"--out .*p\.{suffix}: cannot be written \(No space left"):
+        write_batches(tmp_path / f"p.{suffix}", np.zeros(count))
 
 
 def test_error_inside_the_block_is_not_blamed_on_the_file(tmp_path: Path) -> None:

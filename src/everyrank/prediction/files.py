@@ -90,25 +90,27 @@ def _plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _array(path: Path, length: int) -> Generator[Callable[[int, Any], None]]:
+    # not memory-mapped: a process that writes into a mapped file on a full disk is killed, without an error
     import numpy as np
-    from numpy.lib.format import open_memmap
+    from numpy.lib.format import dtype_to_descr, write_array_header_1_0
 
-    array: Any = None
+    kind: tuple[Any, tuple[int, ...]] | None = None
 
-    def write(first: int, values: Any) -> None:
-        nonlocal array
-        if array is None:
-            array = open_memmap(path, mode="w+", dtype=values.dtype, shape=(length, *values.shape[1:]))
-        if (values.dtype, values.shape[1:]) != (array.dtype, array.shape[1:]):  # numpy would cast and broadcast them
-            raise different_rows(
-                f"shape {array.shape[1:]}, {array.dtype}, in the first batch",
-                f"shape {values.shape[1:]}, {values.dtype}, in a later one",
-            )
-        array[first : first + len(values)] = values
+    with path.open("wb") as file:
 
-    yield write
-    if array is None:
-        with path.open("wb") as file:
+        def write(_: int, values: Any) -> None:
+            nonlocal kind
+            dtype, shape = values.dtype, values.shape[1:]
+            if kind is None:
+                kind = dtype, shape
+                header = {"descr": dtype_to_descr(dtype), "fortran_order": False, "shape": (length, *shape)}
+                write_array_header_1_0(file, header)
+            if kind != (dtype, shape):
+                raise different_rows(
+                    f"shape {kind[1]}, {kind[0]}, in the first batch", f"shape {shape}, {dtype}, in a later one"
+                )
+            file.write(values.tobytes())
+
+        yield write
+        if kind is None:
             np.save(file, np.empty(0))
-    else:
-        array.flush()
