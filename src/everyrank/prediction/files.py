@@ -41,11 +41,14 @@ def open_predictions(path: Path, length: int) -> Generator[Callable[[int, Any], 
             with _blamed(path):
                 write(first, values)
 
-        with file:
+        try:
             yield written
-            with _blamed(path):
-                file.close()  # writes what is still buffered
+        except BaseException:
+            with contextlib.suppress(OSError):  # it would hide the first error
+                file.close()
+            raise
         with _blamed(path):
+            file.close()  # writes what is still buffered
             partial.replace(path)
     finally:
         with contextlib.suppress(OSError):  # it would hide the error above, which has the same cause
