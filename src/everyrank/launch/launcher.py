@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everyrank.errors import UsageError
+from everyrank.errors import CannotRunError, UsageError
 from everyrank.launch.rank_info import RankInfo, rank_info_of_task, whole_numbers
 
 if TYPE_CHECKING:
@@ -138,7 +139,13 @@ class Launcher(ABC):
 
     def find(self) -> str:
         """Return where the launcher is on this machine. Raises `CannotRunError` if it is not installed."""
-        return "starts in this Python"
+        if not self.program:
+            return "starts in this Python"
+        path = shutil.which(self.program)
+        if path is None:
+            hint = f"; {self.install_hint}" if self.install_hint else ""
+            raise CannotRunError(f"--launcher {self.name}: {self.program} was not found on PATH{hint}")
+        return path
 
     def check(self, launch: Launch) -> None:  # noqa: B027  (most launchers support every `Launch`)
         """Raise `UsageError` for a `Launch` that this launcher does not support."""
