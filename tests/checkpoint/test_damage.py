@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ from checkpointing import (
     change_metadata,
     mixed_workload,
     resume_digits,
+    save_with_scores,
     step_folder,
     train_and_save,
 )
 from everyrank.checkpoint import resume
 from everyrank.cli import main
 from everyrank.errors import UsageError
-from everyrank.runs import checkpoint_named, find_checkpoint, newest_whole
+from everyrank.runs import checkpoint_named, find_checkpoint, newest_whole, set_aside_newer
 from everyrank.world import World
 from processes import Cli, only_error_line, refusal_message
 
@@ -82,7 +84,7 @@ def set_metadata(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         change_metadata(folder, **changes)
 
-    change.__name__ = repr(changes)
+    change.__name__ = repr(changes)[:60]
     return change
 
 
@@ -102,6 +104,9 @@ WRONG_METADATA_VALUES = [
     set_metadata(files={"../training.pt": [3, 4]}),
     set_metadata(settings=3),
     set_metadata(aliases=3),
+    set_metadata(files={"training.pt": [math.inf, 4]}),
+    set_metadata(metrics={"top1": 10**400}),
+    set_metadata(updates_per_epoch=10**400),
     set_metadata(updates_per_epoch="x"),
 ]
 
@@ -162,6 +167,41 @@ def test_resume_from_the_current_folder_does_not_start_from_scratch(
     assert not (tmp_path / "run").exists()
 
 
+def test_run_in_a_folder_called_checkpoints_is_found(
+    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also from within the folder of its checkpoints, which has no name there."""
+    run = tmp_path / "checkpoints"
+    ranks(1, save_with_scores, run, "top1", [None] * 2, 3)
+    for folder, paths in {
+        tmp_path: ("checkpoints", "checkpoints/checkpoints"),
+        run: (".", "checkpoints", "checkpoints/step-00000002/.."),
+        run / "checkpoints": (".", "..", "step-00000002"),
+        step_folder(run, 2): (".", "..", "../.."),
+    }.items():
+        monkeypatch.chdir(folder)
+        for path in paths:
+            assert find_checkpoint(Path(path)).path.resolve() == step_folder(run, 2), (folder, path)
+            assert main(["checkpoint", "inspect", path]) == 0, (folder, path)
+            assert "step-00000002" in capsys.readouterr().out
+
+
+def test_newer_damaged_checkpoints_are_renamed_after_all_checks(ranks: Any, tmp_path: Path) -> None:
+    """A refused resume changes nothing. Otherwise the link to the best checkpoint is moved, too."""
+    names = ranks(1, save_with_scores, tmp_path, "top1", [0.1, 0.2, 0.5, 0.4], 4)[0]
+    folder = tmp_path / "checkpoints"
+    assert (folder / "best").resolve() == step_folder(tmp_path, 3)
+    flip_bit(step_folder(tmp_path, 3) / "training.pt")
+    with pytest.raises(UsageError, match="step-00000004 of the same run is newer and undamaged"):
+        set_aside_newer(checkpoint_named(step_folder(tmp_path, 2)))
+    assert sorted(path.name for path in folder.iterdir()) == names
+    flip_bit(step_folder(tmp_path, 4) / "training.pt")
+    set_aside_newer(checkpoint_named(step_folder(tmp_path, 2)))
+    expected_names = ["best", "step-00000001", "step-00000002", "step-00000003.damaged", "step-00000004.damaged"]
+    assert sorted(path.name for path in folder.iterdir()) == expected_names
+    assert (folder / "best").resolve() == step_folder(tmp_path, 2)
+
+
 def test_suggested_checkpoint_has_correct_checksums(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint with a flipped bit is not suggested, although its size is correct."""
     cut_tensors(step_folder(run_folder, 6))
@@ -181,6 +221,19 @@ def test_inspect_lists_each_checkpoint_and_marks_the_damaged_one(
     output = capsys.readouterr().out
     assert output.count("DAMAGED") == 1
     assert output.count("step-0000000") == 3
+
+
+def test_checkpoint_commands_suggest_themselves(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last good checkpoint is no argument of `--resume` there."""
+    flip_bit(step_folder(run_folder, 6) / "__0_0.distcp")
+    out = run_folder / "w.pt"
+    for corrupt in (lambda _: None, cut_about):
+        corrupt(step_folder(run_folder, 6))
+        line = refusal_message(capsys, "checkpoint", "export", step_folder(run_folder, 6), out)
+        assert f"the last good one: everyrank checkpoint export {step_folder(run_folder, 4)}" in line
+    line = refusal_message(capsys, "checkpoint", "inspect", step_folder(run_folder, 6))
+    assert f"the last good one: everyrank checkpoint inspect {step_folder(run_folder, 4)}" in line
+    assert not out.exists()
 
 
 def paths_without_a_run(folder: Path) -> dict[str, Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import zoo
 from checkpointing import (
@@ -23,8 +24,10 @@ from checkpointing import (
     train_and_resume,
     train_and_save,
 )
-from everyrank.checkpoint import resume
-from everyrank.runs import find_checkpoint
+from everyrank.checkpoint import Saver, resume
+from everyrank.checkpoint.contents import model_tensors
+from everyrank.errors import UsageError, WorkloadError
+from everyrank.runs import find_checkpoint, json_form
 from everyrank.world import World
 
 # --- resume with the same layout
@@ -132,6 +135,105 @@ def test_resume_restores_the_generators_of_python_and_numpy(ranks: Any, tmp_path
         assert_equal_tensors(row["whole"][1], row["again"][1])
     generator_states = [row["whole"][1][f"generators/{rank}"] for rank, row in enumerate(rows)]
     assert not torch.equal(*generator_states), "the ranks drew the same numbers"
+
+
+class CountingModel(nn.Module):
+    """A model whose output depends on the number of its calls, which is in its extra state.
+
+    The extra state has a number for each call in the last epoch, so that its shape changes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 2)
+        self.calls: list[float] = []
+
+    def forward(self, values: Tensor) -> Tensor:
+        if self.training:
+            self.calls.append(len(self.calls) + 1.0)
+        return self.layer(values) * (1.0 + 0.1 * sum(self.calls))
+
+    def get_extra_state(self) -> Tensor:
+        """Return a new tensor, as torch's documentation suggests."""
+        return torch.tensor(self.calls, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Replace the calls."""
+        self.calls = state.tolist()
+
+
+class OddOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state has a mask, a counter that float32 cannot hold, and a moment of another precision."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Add to the counter, and update the parameters where the mask is set."""
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state["mask"] = parameter > 0
+                state["count"] = torch.tensor(2**24)
+                state["moment"] = torch.zeros_like(parameter, dtype=torch.float64)
+            state["count"] += 1
+            state["moment"].mul_(0.9).add_(parameter.grad)
+            change = state["moment"] * int(state["count"] - 2**24) * 0.01
+            parameter[state["mask"]] -= change[state["mask"]].to(parameter.dtype)
+
+
+@pytest.mark.parametrize(
+    "changed_fields", [{"model": CountingModel}, {"optimizer": OddOptimizer}], ids=["extra state", "dtypes"]
+)
+def test_resume_restores_extra_state_and_the_dtypes_of_the_optimizer(
+    ranks: Any, tmp_path: Path, changed_fields: dict[str, Any]
+) -> None:
+    """The extra state of a module is a copy. torch casts the state of an optimizer when it is loaded."""
+    workload = dataclasses.replace(zoo.workload("frozen", blocks=None), **changed_fields)
+    (row,) = ranks(1, train_and_resume, "single", workload, 0, tmp_path)
+    assert_equal_tensors(row["at_save"][0][0], row["at_save"][1][0])
+    assert torch.equal(torch.stack(row["whole"][0]), torch.stack(row["again"][0]))
+    assert_equal_tensors(row["whole"][1], row["again"][1])
+
+
+@pytest.mark.parametrize("value", [(3, 4), {1: 2}, [(1,), {"a": (2, 3)}]], ids=["tuple", "dict", "nested"])
+def test_run_is_resumed_with_a_setting_that_json_changes(ranks: Any, tmp_path: Path, value: Any) -> None:
+    """JSON has a list for a tuple, and text for the keys of a dict. A different value is still refused."""
+    assert ranks(1, resume_with_setting, tmp_path, value) == [f"it was trained with --set dims={json_form(value)}"]
+
+
+def resume_with_setting(world: World, run: Path, value: Any) -> str:
+    """Save and resume with the same setting. Return the start of the error of a resume with a different one."""
+    session = TrainingSession(world, zoo.workload("frozen"), "single")
+    metadata = dataclasses.replace(session.metadata(), settings={"dims": value})
+    Saver(run, session.prepared, world, metadata, keep=3, in_background=False).save(0, {})
+    checkpoint = find_checkpoint(run)
+    assert resume(session.prepared, world, checkpoint, metadata) == 0
+    with pytest.raises(UsageError) as caught:
+        resume(session.prepared, world, checkpoint, dataclasses.replace(metadata, settings={"dims": (5,)}))
+    return str(caught.value).removeprefix(f"{checkpoint.path}: ").partition(", but")[0]
+
+
+class CastingModel(nn.Linear):
+    """A model whose state dict has a copy of its weight that nothing loads."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 2)
+        self._register_state_dict_hook(cast_weight)
+
+
+def cast_weight(_module: nn.Module, state: dict[str, Tensor], _prefix: str, _metadata: Any) -> None:
+    """Replace the weight in a state dict."""
+    state["weight"] = state["weight"].half()
+
+
+def test_state_that_could_not_be_loaded_is_refused_before_the_training() -> None:
+    """A resumed training would start with other weights."""
+    with pytest.raises(WorkloadError, match="weight in the model's state is a copy"):
+        model_tensors(CastingModel())
 
 
 # --- resume with a different layout and number of ranks

@@ -24,8 +24,10 @@ import everyrank.checkpoint.saver
 import zoo
 from checkpointing import TrainingSession, assert_equal_tensors, mixed_workload, read_checkpoint, save_with_scores
 from everyrank import Workload
-from everyrank.checkpoint import SaveError
-from everyrank.checkpoint.contents import tensors_of
+from everyrank.checkpoint import SaveError, Saver
+from everyrank.checkpoint.contents import tensors_of, values_of
+from everyrank.checkpoint.storage import check_values
+from everyrank.errors import WorkloadError
 from everyrank.runs import checkpoints_of, damage, find_checkpoint, is_better
 from everyrank.strategies import Prepared
 from everyrank.world import World
@@ -225,6 +227,58 @@ def test_is_better_compares_by_the_name_of_the_metric() -> None:
     assert not is_better(0.1, 0.2, "top1")
     assert not is_better(0.1, 0.1, "top1")
     assert is_better(0.1, None, "top1")
+    for error_name in ("wer", "test_wer", "valWER", "CER", "testCer", "wer.clean.cer", "logloss", "RMSE", "top1_err"):
+        assert is_better(0.1, 0.2, error_name), error_name
+    for score_name in ("answer", "exact_answer", "power", "dancer", "exactAnswer", "viewer2", "_"):
+        assert is_better(0.2, 0.1, score_name), score_name
+
+
+@pytest.mark.parametrize("value", [{1, 2}, b"x", 1j, {(1, 2): 3}], ids=["set", "bytes", "complex", "key"])
+def test_setting_that_json_cannot_hold_is_refused_before_the_training(ranks: Any, tmp_path: Path, value: Any) -> None:
+    (error_message,) = ranks(1, error_of_a_saver_with_a_setting, tmp_path, value)
+    assert error_message.startswith(f"--set x={value}: checkpoints cannot hold this value")
+
+
+class Rule:
+    """An object that needs a pickle."""
+
+
+@pytest.mark.parametrize("value", [lambda step: step, Rule(), threading.Lock()], ids=["lambda", "object", "lock"])
+def test_schedule_with_an_object_is_refused(value: Any) -> None:
+    """torch raises different errors: some when it saves the values, others when it loads them safely."""
+    with pytest.raises(WorkloadError, match=r"object that cannot be saved safely .*--save-every 0"):
+        check_values({"schedule": {"rule": value}})
+
+
+class ScheduleWithLock(torch.optim.lr_scheduler.ConstantLR):
+    """A schedule whose state cannot be copied."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.lock = threading.Lock()
+        super().__init__(optimizer)
+
+
+def test_schedule_that_cannot_be_copied_is_refused(ranks: Any) -> None:
+    (message,) = ranks(1, error_of_a_schedule_with_a_lock)
+    assert "object that cannot be saved safely (TypeError: cannot pickle" in message
+    assert message.endswith("train with --save-every 0")
+
+
+def error_of_a_schedule_with_a_lock(world: World) -> str:
+    """Return the message for the values of a training whose schedule has a lock."""
+    session = TrainingSession(world, zoo.workload("frozen", schedule=ScheduleWithLock), "single")
+    with pytest.raises(WorkloadError) as caught:
+        values_of(session.prepared.trainable)
+    return str(caught.value)
+
+
+def error_of_a_saver_with_a_setting(world: World, run: Path, value: Any) -> str:
+    """Return the message of the `WorkloadError` that a saver raises for a setting."""
+    session = TrainingSession(world, zoo.workload("frozen"), "single")
+    metadata = dataclasses.replace(session.metadata(), settings={"x": value})
+    with pytest.raises(WorkloadError) as caught:
+        Saver(run, session.prepared, world, metadata, keep=3, in_background=False)
+    return str(caught.value)
 
 
 def test_checkpoint_after_resume_from_an_older_one_is_not_pruned(ranks: Any, tmp_path: Path) -> None:

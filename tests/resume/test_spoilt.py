@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
+import zoo
+from checkpointing import assert_equal_tensors
+from everyrank.checkpoint import with_pretrained
+from everyrank.errors import UsageError
 from everyrank.runs import checkpoints_of, damage, find_checkpoint, write_metadata
 from processes import Cli, only_error_line
 from resuming import WIDTH_ARGS, WORKLOAD, train_args, write_linear_workload
@@ -260,6 +270,115 @@ def test_weights_with_invalid_dtype_or_nan_are_refused(
     torch.save({"weight": torch.ones(2, 3).half(), "bias": torch.zeros(2).double()}, tmp_path / "w.pt")
     args = ("--pretrained", "w.pt", "--out", "again", "--device", "cpu")
     assert cli.on_ranks(tmp_path, "train", write_linear_workload(tmp_path), *args).status == 0
+
+
+# --- weights that fit
+
+
+def load_weights(path: Path, model: Callable[[], nn.Module]) -> nn.Module:
+    """Return the model with the weights in a file, as `--pretrained` loads them."""
+    return with_pretrained(zoo.workload("frozen", model=model), path).model()
+
+
+class Wrapper(nn.Module):
+    """A model that has another one as its attribute `module`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(3, 2)
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Linear(3, 2), Wrapper, lambda: AveragedModel(nn.Linear(3, 2))])
+@pytest.mark.parametrize("prefix", ["", "module."], ids=["plain", "ddp"])
+def test_prefix_of_ddp_is_removed_only_if_the_model_has_other_names(
+    tmp_path: Path, build: Callable[[], nn.Module], prefix: str
+) -> None:
+    """Names of the model itself may begin with `module.`, such as those of an AveragedModel."""
+    state = build().state_dict()
+    torch.save({prefix + name: tensor for name, tensor in state.items()}, tmp_path / "w.pt")
+    assert_equal_tensors(load_weights(tmp_path / "w.pt", build).state_dict(), state)
+
+
+class TiedLayers(nn.Module):
+    """A model with one weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.last.weight = self.first.weight
+
+
+@pytest.mark.parametrize("name", ["first.weight", "last.weight", "module.last.weight"])
+def test_weights_may_have_one_name_of_a_tied_tensor(tmp_path: Path, name: str) -> None:
+    """Files of Hugging Face leave out the other name."""
+    state = {name: torch.arange(9.0).reshape(3, 3)}
+    save_file(state, tmp_path / "w.safetensors")
+    model = load_weights(tmp_path / "w.safetensors", TiedLayers)
+    assert torch.equal(model.get_parameter("first.weight"), state[name])
+    assert model.get_parameter("first.weight") is model.get_parameter("last.weight")
+
+
+class Counter(nn.Linear):
+    """A model with a tensor as extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.calls = torch.zeros(0)
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Return a copy."""
+        return self.calls.clone()
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        """Replace the calls."""
+        self.calls = state
+
+
+def test_weights_have_extra_state(tmp_path: Path) -> None:
+    """It is loaded by `set_extra_state`, and may have another shape than that of a new model."""
+    torch.save({**Counter().state_dict(), "_extra_state": torch.tensor([1.0, 7.0])}, tmp_path / "w.pt")
+    assert cast("Counter", load_weights(tmp_path / "w.pt", Counter)).calls.tolist() == [1.0, 7.0]
+
+
+FLOATS_OF_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize("dtype", FLOATS_OF_8_BITS, ids=str)
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_weights_of_8_bits_are_loaded_and_checked(tmp_path: Path, dtype: torch.dtype, suffix: str) -> None:
+    save: Any = torch.save if suffix == ".pt" else save_file
+    path = tmp_path / f"w{suffix}"
+    save({"weight": torch.full((2, 3), 2.0).to(dtype), "bias": torch.ones(2)}, path)
+    assert load_weights(path, lambda: nn.Linear(3, 2)).state_dict()["weight"].tolist() == [[2.0] * 3] * 2
+    save({"weight": torch.full((2, 3), math.nan).to(dtype), "bias": torch.ones(2)}, path)
+    with pytest.raises(UsageError, match="weight has numbers that are NaN"):
+        load_weights(path, lambda: nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected_text"),
+    [
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid",
+            "file of torch.save, because it begins with 'version https://git-lfs",
+        ),
+        (b"<!DOCTYPE html>\n<html>", "file of torch.save, because it begins with '<!DOCTYPE html>'"),
+        ({"weight": torch.ones(1), "number": 3}, "state dict of tensors: 'number' is int"),
+        ({"epoch": 1, "net": {"weight": torch.ones(1)}}, "state dict of tensors: 'epoch' is int"),
+        ([1], "state dict of tensors, but list"),
+    ],
+    ids=["lfs", "html", "number", "nested", "list"],
+)
+def test_error_names_what_a_file_without_weights_has(tmp_path: Path, content: Any, expected_text: str) -> None:
+    path = tmp_path / "w.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(UsageError) as caught:
+        with_pretrained(zoo.workload("frozen"), path)
+    assert f"w.pt: not a {expected_text}" in str(caught.value)
+    assert "could run code" not in str(caught.value)
 
 
 COMPLEX = """

@@ -3,6 +3,7 @@
     contents.py     the tensors and values of a checkpoint, independent of the layout, and how to load them
     generators.py   the random generators of Python and numpy, as a tensor
     storage.py      writes and reads tensors; the readers run no code from a file
+    state_entries.py    entries of a state dict that are copies, and modules that load more than tensors
     saver.py        Saver: atomic saves, the last k and the best, optionally in the background
     weights.py      exports and loads model weights: safetensors or a plain state dict
 

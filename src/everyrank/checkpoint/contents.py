@@ -21,23 +21,35 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from everyrank.checkpoint.generators import generators, set_generators
+from everyrank.checkpoint.state_entries import copied_entries, loads_by_itself
 from everyrank.errors import UsageError, WorkloadError
 from everyrank.parallel.pipeline.blocks import held_elsewhere
 from everyrank.parallel.trainable import Trainable
 from everyrank.world import World
 
-__all__ = ["aliases_of", "load_state", "model_tensors", "targets_for", "tensors_of", "values_of"]
+__all__ = [
+    "aliases_of",
+    "load_copies",
+    "load_state",
+    "model_tensors",
+    "targets_for",
+    "tensors_of",
+    "unsaveable",
+    "values_of",
+]
 
 # A plain number in an optimizer's state is saved as a tensor without dimensions; a suffix of its key is its type.
 _NUMBERS: dict[str, type] = {"#bool": bool, "#int": int, "#float": float}
 # Implementation choices of an optimizer that depend on the device and do not change the algorithm.
 _DEVICE_OPTIONS = ("foreach", "fused", "capturable")
+_EXTRA_STATE = "_extra_state"  # torch's name for the result of `Module.get_extra_state`
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name; tied ones once, under the first name.
 
-    They share memory with the model. Raises `WorkloadError` for a state dict with other values.
+    Parameters and buffers share memory with the model. Entries that `state_dict` creates, such as extra state, are
+    copies. Raises `WorkloadError` for a state dict with other values, and for copies that could not be loaded.
     """
     tensors: dict[str, Tensor] = {}
     aliases = aliases_of(model)
@@ -46,7 +58,22 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
             raise WorkloadError(f"the model's state has {name}, which is not a tensor; train it with --save-every 0")
         if name not in aliases:
             tensors[f"model/{name}"] = value.detach()
+    lost = [name for name in copied_entries(model) if name.rpartition(".")[2] != _EXTRA_STATE]
+    if lost and not any(loads_by_itself(module) for module in model.modules()):
+        raise WorkloadError(
+            f"{lost[0]} in the model's state is a copy, which a resumed training could not load; "
+            "register a buffer, or train it with --save-every 0"
+        )
     return tensors
+
+
+def load_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Load entries of the model's state that are copies, such as extra state. Raises `UsageError` for unknown ones."""
+    copies = {name: tensors[f"model/{name}"] for name in copied_entries(model) if f"model/{name}" in tensors}
+    if copies:
+        unknown = model.load_state_dict(copies, strict=False).unexpected_keys
+        if unknown:
+            raise UsageError(f"{unknown[0]} of the checkpoint is not loaded by the model's load_state_dict")
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
@@ -104,18 +131,37 @@ def _named(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
 
 
 def values_of(trainable: Trainable) -> dict[str, Any]:
-    """Return copies of the optimizer's groups without parameters, schedule and loss scale: equal on all ranks."""
-    groups = [
-        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        for group in trainable.optimizer.param_groups
-    ]
+    """Return copies of the schedule, the loss scale and the optimizer's groups, without parameters.
+
+    Also the class names of optimizer and schedule. They are equal on all ranks.
+    """
     scaler = trainable.scaler
     return {
-        "groups": groups,
+        "groups": [
+            {key: _copied(value) for key, value in group.items() if key != "params"}
+            for group in trainable.optimizer.param_groups
+        ],
         "kinds": _kinds(trainable),
-        "schedule": copy.deepcopy(trainable.schedule.state_dict()) if trainable.schedule is not None else None,
+        "schedule": _copied(trainable.schedule.state_dict()) if trainable.schedule is not None else None,
         "scale": [scaler.scale, scaler.good_steps] if scaler is not None else None,
     }
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a value of the schedule or a group. Raises `WorkloadError` if Python cannot copy it."""
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:  # an object of the user may raise any exception
+        raise unsaveable(error) from error
+
+
+def unsaveable(error: Exception) -> WorkloadError:
+    """Return the error for an object that cannot be copied, or saved without a pickle that could run code."""
+    reason = next(iter(str(error).strip().splitlines()), "")
+    return WorkloadError(
+        "the schedule or the optimizer's groups hold an object that cannot be saved safely "
+        f"({type(error).__name__}: {reason}); train with --save-every 0"
+    )
 
 
 def _kinds(trainable: Trainable) -> list[str]:
@@ -129,6 +175,11 @@ def targets_for(trainable: Trainable, world: World, saved: Mapping[str, TensorSt
     Raises `UsageError` if the model differs from the saved one.
     """
     targets = model_tensors(trainable.model)
+    for name in copied_entries(trainable.model):  # such as extra state, which may have another shape than at the start
+        full_name = f"model/{name}"
+        if full_name in targets and full_name in saved and not isinstance(targets[full_name], DTensor):
+            metadata = saved[full_name]
+            targets[full_name] = torch.zeros(metadata.size, dtype=metadata.properties.dtype)
     _check_same(targets, {f"model/{name}" for name in held_elsewhere(trainable.model)}, saved)
     targets |= {name: tensor for name, tensor in _averages(trainable).items() if name in saved}
     parameters = _named(trainable.model, trainable.optimizer)
@@ -177,12 +228,14 @@ def load_state(
     tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
     *,
+    saved: Mapping[str, TensorStorageMetadata],
     schedule_step: int | None = None,
 ) -> None:
     """Load optimizer, schedule, loss scale and generators; the model's tensors were read in place.
 
-    With `schedule_step` the saved state of the schedule is not used. The schedule, which was built for a different
-    length of the training, takes that many steps from its beginning.
+    `saved` has the dtypes in the checkpoint. With `schedule_step` a schedule that does not follow the evaluation starts
+    anew: its saved state is not used, and it takes that many steps from its beginning, because it was built for a
+    different length of the training.
     """
     optimizer = trainable.optimizer
     first_rates = [group["lr"] for group in optimizer.param_groups]
@@ -197,8 +250,8 @@ def load_state(
             f"the optimizer had {len(values['groups'])} groups of parameters and has {len(state['param_groups'])} now; "
             "the checkpoint is of a different optimizer"
         )
-    for group, saved in zip(state["param_groups"], values["groups"], strict=True):
-        group.update({key: value for key, value in saved.items() if key not in _DEVICE_OPTIONS})
+    for group, saved_group in zip(state["param_groups"], values["groups"], strict=True):
+        group.update({key: value for key, value in saved_group.items() if key not in _DEVICE_OPTIONS})
     # torch numbers parameters over all groups; a parameter has the same index in its group as when it was saved
     name_of = {id(parameter): name for name, parameter in _named(trainable.model, optimizer).items()}
     state_by_name = _by_parameter(tensors)
@@ -209,6 +262,7 @@ def load_state(
     ]
     state["state"] = {index: state_by_name[name] for index, name in pairs if name in state_by_name}
     optimizer.load_state_dict(state)
+    _restore_dtypes(optimizer, name_of, state_by_name, saved)
     if trainable.schedule is not None and values["schedule"] is not None:
         if schedule_step is None or trainable.follows_evaluation:
             trainable.schedule.load_state_dict(values["schedule"])
@@ -221,6 +275,28 @@ def load_state(
     generator_states = tensors.get(f"generators/{world.rank}")
     if generator_states is not None:
         set_generators(generator_states)
+
+
+def _restore_dtypes(
+    optimizer: Optimizer,
+    name_of: Mapping[int, str],
+    state_by_name: Mapping[str, Mapping[str, Any]],
+    saved: Mapping[str, TensorStorageMetadata],
+) -> None:
+    """Undo the casts of `Optimizer.load_state_dict`, which gives masks, counters and moments the parameter's dtype.
+
+    If the parameter has another dtype than in the checkpoint, its floating-point state keeps the cast.
+    """
+    for parameter, state in optimizer.state.items():
+        name = name_of.get(id(parameter), "")
+        saved_parameter = saved.get(f"model/{name}")
+        has_saved_dtype = saved_parameter is not None and saved_parameter.properties.dtype == parameter.dtype
+        for key, value in state_by_name.get(name, {}).items():
+            loaded = state.get(key)
+            if key == "step" or not isinstance(value, Tensor) or not isinstance(loaded, Tensor):
+                continue  # torch casts "step" only where its kernels need it
+            if loaded.dtype != value.dtype and (has_saved_dtype or not value.is_floating_point()):
+                state[key] = value.to(loaded.device)
 
 
 def _by_parameter(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from everyrank.checkpoint.contents import load_state, targets_for, tensors_of, values_of
+from everyrank.checkpoint.contents import load_copies, load_state, targets_for, tensors_of, values_of
 from everyrank.checkpoint.storage import (
     SaveError,
     check_values,
@@ -49,6 +49,7 @@ from everyrank.runs import (
     commit,
     damage,
     discard,
+    json_form,
     mark_best,
     new_folder,
     refuse_damaged,
@@ -83,9 +84,10 @@ class Saver:
         self.last_saved: int | None = None
         check_values(values_of(prepared.trainable))  # fail now rather than after an epoch
         tensors_of(prepared.trainable, world)
+        _check_settings(metadata.settings)
         try:
             check_metadata(metadata)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise WorkloadError(f"the metadata of this training's checkpoints is invalid: {error}") from error
         if world.rank == 0:
             clear_unfinished(run)  # left by a crash
@@ -208,20 +210,24 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: C
 
     `expected` is the metadata of this training.
     A training of a different length (epochs, steps) is resumed with the learning rates of that length: its schedule
-    takes `step` steps from its beginning. Raises `UsageError` on every rank for a damaged checkpoint (and suggests the
-    last good one), and for one of a different training.
+    takes `step` steps from its beginning (except ReduceLROnPlateau, whose saved state is loaded).
+
+    Raises `UsageError` on every rank for a damaged checkpoint (and suggests the last good one), and for one of a
+    different training.
     """
     on_rank_0(world, "resume", lambda: _check_same_training(checkpoint, expected))
     _check_whole(checkpoint, prepared)
     saved = contents_of(checkpoint)
     tensors = targets_for(prepared.trainable, world, saved)
     read(tensors, checkpoint, group_for_saving(prepared, world))
+    load_copies(prepared.trainable.model, tensors)
     try:
         load_state(
             prepared.trainable,
             world,
             tensors,
             read_values(checkpoint),
+            saved=saved,
             schedule_step=checkpoint.metadata.step if changed_lengths(checkpoint.metadata, expected) else None,
         )
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
@@ -240,8 +246,21 @@ def load_model(prepared: Prepared, world: World, checkpoint: Checkpoint) -> None
     saved = {name: metadata for name, metadata in whole if name.startswith(("model/", "average/"))}
     tensors = targets_for(prepared.trainable, world, saved)
     read(tensors, checkpoint, group_for_saving(prepared, world))
+    load_copies(prepared.trainable.model, tensors)
     if prepared.trainable.ema is not None and not any(name.startswith("average/") for name in saved):
         prepared.trainable.ema.reset()  # the saved training had no average
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    """Raise `WorkloadError` for a setting that JSON cannot hold, such as a set."""
+    for name, value in settings.items():
+        try:
+            json_form(value)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise WorkloadError(
+                f"{_setting(name, settings)}: checkpoints cannot hold this value ({error}); "
+                "use numbers, text, lists and dicts, or train with --save-every 0"
+            ) from error
 
 
 def _check_same_training(checkpoint: Checkpoint, expected: CheckpointMetadata) -> None:
@@ -254,7 +273,7 @@ def _check_same_training(checkpoint: Checkpoint, expected: CheckpointMetadata) -
                 f"{checkpoint.path}: it was trained with {name}={was}, but this training has {name}={now}{hint}. "
                 "To start from its weights: everyrank checkpoint export, then --pretrained"
             )
-    was, now = dict(saved.settings), dict(expected.settings)
+    was, now = json_form(saved.settings), json_form(expected.settings)
     for name in sorted((was.keys() | now.keys()) - {"data", *LENGTHS}):  # compared by its checksum
         if was.get(name) != now.get(name):
             raise UsageError(

@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from everyrank.errors import EveryrankError, UsageError, WorkloadError
+from everyrank.checkpoint.contents import unsaveable
+from everyrank.errors import EveryrankError, UsageError
 from everyrank.parallel.mesh import local_tensors
 from everyrank.runs import Checkpoint, crc_of, open_file
 from everyrank.strategies import Prepared
@@ -52,7 +53,7 @@ _WHOLE_NUMBERS = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint16, torch.uint32, torch.uint64),
 )
-_OTHER_FILES_BYTES = 1 << 20  # bytes of the other files
+_OTHER_FILES_BYTES = 1 << 20  # room for about.json, training.pt and the table of contents
 
 
 class SaveError(EveryrankError):
@@ -109,15 +110,11 @@ def text_of_rank_0(text: str, group: dist.ProcessGroup | None) -> str:
 def check_values(values: Mapping[str, Any]) -> bytes:
     """Return the values as bytes for the file. Raises `WorkloadError` for a value that needs a pickle."""
     content = io.BytesIO()
-    torch.save(dict(values), content)
     try:
+        torch.save(dict(values), content)
         torch.load(io.BytesIO(content.getvalue()), weights_only=True)
     except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise WorkloadError(
-            f"the schedule or the optimizer's groups hold an object that cannot be saved safely ({reason}); "
-            "train with --save-every 0"
-        ) from error
+        raise unsaveable(error) from error
     return content.getvalue()
 
 

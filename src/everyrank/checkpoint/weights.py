@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from everyrank.checkpoint.contents import aliases_of
+from everyrank.checkpoint.state_entries import copied_entries, loads_by_itself
 from everyrank.checkpoint.storage import contents_of, read
 from everyrank.errors import UsageError
 from everyrank.runs import Checkpoint, require_whole
@@ -31,14 +33,14 @@ def check_weights_suffix(path: Path, flag: str) -> None:
 
 
 def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
-    """Write the model of a checkpoint as one file that needs no everyrank, under all names of its state dict.
+    """Write the model of a checkpoint as one file that needs no everyrank. Return its state dict, with all names.
 
     Parameters with an average (`Workload.ema_decay`) are exported as that average, with which they were evaluated.
 
     Raises `UsageError` for a damaged checkpoint and for a path that cannot be written.
     """
     check_weights_suffix(path, "export")
-    require_whole(checkpoint, deep=True)
+    require_whole(checkpoint, deep=True, command="everyrank checkpoint export")
     entries = contents_of(checkpoint)
     model_entries = {name: metadata for name, metadata in entries.items() if name.startswith("model/")}
     for alias, name in checkpoint.metadata.aliases.items():
@@ -83,6 +85,7 @@ _DTYPES = {
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
@@ -132,12 +135,15 @@ class _Safetensors(Mapping[str, Tensor]):
         return tensor
 
 
-class _Renamed(Mapping[str, Tensor]):
-    """Weights under their names without the prefix `module.` of DistributedDataParallel."""
+_DDP_PREFIX = "module."
 
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+
+class _Weights(Mapping[str, Tensor]):
+    """The tensors of a file under the names that a model has for them: model name -> file name in `names`."""
+
+    def __init__(self, weights: Mapping[str, Tensor], names: Mapping[str, Any] | None = None) -> None:
         self.weights = weights
-        self.names = {str(name).removeprefix("module."): name for name in weights}
+        self.names = {str(name): name for name in weights} if names is None else names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -148,6 +154,21 @@ class _Renamed(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self.weights[self.names[name]]
 
+    def named_for(self, model: nn.Module) -> _Weights:
+        """Return the same tensors under the names of the model's state dict, as far as it has them.
+
+        Removes the prefix of DistributedDataParallel if all names have it, and the model needs other names. A file may
+        have a tied tensor under only one of its names, as safetensors of Hugging Face do.
+        """
+        tied_names = aliases_of(model)
+        model_names = model.state_dict().keys()
+        names = self.names
+        if not names.keys() <= model_names and all(name.startswith(_DDP_PREFIX) for name in names):
+            names = {name.removeprefix(_DDP_PREFIX): file_name for name, file_name in names.items()}
+        present = {tied_names.get(name, name): file_name for name, file_name in names.items()}
+        missing = [name for name in model_names if name not in names and tied_names.get(name, name) in present]
+        return _Weights(self.weights, {**names, **{name: present[tied_names.get(name, name)] for name in missing}})
+
     def shapes(self) -> dict[str, Tensor]:
         """Tensors of the same shapes and dtypes; those of safetensors are on the meta device."""
         weights = self.weights
@@ -156,11 +177,11 @@ class _Renamed(Mapping[str, Tensor]):
         return dict(self)
 
 
-def read_weights(path: Path) -> _Renamed:
+def read_weights(path: Path) -> _Weights:
     """Return the state dict in a file, without running code in it. Tensors of safetensors are read when accessed.
 
-    It removes one level of wrapping: {"state_dict": ...}, {"model": ...}, and the prefix `module.` of
-    DistributedDataParallel. Raises `UsageError` for an invalid file.
+    It removes wrapping such as {"state_dict": ...}, {"model": ...} and {"model_state_dict": ...}, also nested. Raises
+    `UsageError` for an invalid file.
     """
     check_weights_suffix(path, "--pretrained")
     if not path.is_file():
@@ -168,16 +189,13 @@ def read_weights(path: Path) -> _Renamed:
     try:
         if path.suffix == ".safetensors":
             weights: Any = _Safetensors(path)
-            _Renamed(weights).shapes()
+            _Weights(weights).shapes()
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns about foreign pickles; the error below explains
                 weights = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise UsageError(
-            f"--pretrained {path}: it has more than tensors, and opening it could run code; "
-            "save a state dict, or safetensors"
-        ) from error
+        raise UsageError(f"--pretrained {path}: {_why_not_unpickled(path)}") from error
     except (OSError, SafetensorError) as error:
         raise UsageError(f"--pretrained {path}: cannot be read ({error})") from error
     except Exception as error:  # torch's readers may raise any exception
@@ -191,10 +209,30 @@ def read_weights(path: Path) -> _Renamed:
         ):
             weights = weights[key]
     if isinstance(weights, _Safetensors):
-        return _Renamed(weights)
-    if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
+        return _Weights(weights)
+    if not isinstance(weights, Mapping):
         raise UsageError(f"--pretrained {path}: not a state dict of tensors, but {type(weights).__name__}")
-    return _Renamed(weights)
+    other = next((name for name, value in weights.items() if not isinstance(value, Tensor)), None)
+    if other is not None:
+        raise UsageError(
+            f"--pretrained {path}: not a state dict of tensors: {other!r} is {type(weights[other]).__name__}; "
+            "save only model.state_dict()"
+        )
+    return _Weights(weights)
+
+
+_TORCH_STARTS = (b"PK", b"\x80")  # a zip file, and the pickle of older versions
+
+
+def _why_not_unpickled(path: Path) -> str:
+    """Return why torch refused to unpickle a file, and what to do."""
+    with path.open("rb") as file:
+        start = file.read(40)
+    if start.startswith(_TORCH_STARTS):
+        return "it has more than tensors, and opening it could run code; save a state dict, or safetensors"
+    first_line = start.split(b"\n")[0].decode(errors="replace")
+    fix = "git lfs pull" if first_line.startswith("version https://git-lfs") else "download it again"
+    return f"not a file of torch.save, because it begins with {first_line!r}; perhaps an incomplete download: {fix}"
 
 
 def with_pretrained(workload: Workload, path: Path) -> Workload:
@@ -202,11 +240,12 @@ def with_pretrained(workload: Workload, path: Path) -> Workload:
 
     Raises `UsageError` for an invalid file; building the model raises it for weights that do not fit.
     """
-    weights = read_weights(path)
-    shapes = weights.shapes()
+    file_weights = read_weights(path)
 
     def model(*devices: Any) -> nn.Module:
         new_model = workload.model(*devices)
+        weights = file_weights.named_for(new_model)
+        shapes = weights.shapes()
         model_state = new_model.state_dict()
         missing = sorted(model_state.keys() - shapes.keys())
         unknown = sorted(shapes.keys() - model_state.keys())
@@ -216,7 +255,8 @@ def with_pretrained(workload: Workload, path: Path) -> Workload:
                 f"--pretrained {path}: the weights are of a different model: {difference} "
                 f"({len(missing)} missing, {len(unknown)} unknown)"
             )
-        for name, tensor in shapes.items():
+        for name in shapes.keys() - copied_entries(new_model):  # extra state may have any shape
+            tensor = shapes[name]
             if tensor.shape != model_state[name].shape:
                 raise UsageError(
                     f"--pretrained {path}: {name} has shape {tuple(tensor.shape)}, the model's "
@@ -240,22 +280,18 @@ def with_pretrained(workload: Workload, path: Path) -> Workload:
 def _load(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
     """Copy the weights into a model with tensors of the same names and shapes, one tensor at a time if possible."""
     for name, _ in model.named_parameters():
-        if not all(bool(chunk.isfinite().all()) for chunk in weights[name].reshape(-1).split(1 << 20)):
+        if not all(bool(_wider(chunk).isfinite().all()) for chunk in weights[name].reshape(-1).split(1 << 20)):
             raise UsageError(f"--pretrained {path}: {name} has numbers that are NaN or infinite")
-    if any(_loads_by_itself(module) for module in model.modules()):
+    if copied_entries(model) or any(loads_by_itself(module) for module in model.modules()):
         model.load_state_dict(dict(weights))
         return
     for name, tensor in model.state_dict().items():
         tensor.copy_(weights[name])
 
 
-def _loads_by_itself(module: nn.Module) -> bool:
-    """Whether loading a state dict into a module does more than copy tensors."""
-    kind: Any = type(module)
-    hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)  # pyright: ignore[reportPrivateUsage]
-    user_classes = [base for base in kind.mro()[:-1] if not base.__module__.startswith("torch.nn.")]
-    overrides_loading = any("_load_from_state_dict" in vars(base) for base in user_classes)
-    return overrides_loading or kind.load_state_dict is not nn.Module.load_state_dict or any(hooks)
+def _wider(tensor: Tensor) -> Tensor:
+    """Return the tensor in a dtype for which torch has `isfinite`, which it does not have for 8 bits."""
+    return tensor.float() if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1 else tensor
 
 
 def _kind(dtype: torch.dtype) -> str:

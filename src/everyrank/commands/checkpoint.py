@@ -10,7 +10,7 @@ from pathlib import Path
 from everyrank.commands.shared import check_writable
 from everyrank.errors import CHECK_FAILED, printable
 from everyrank.record import write_text
-from everyrank.runs import Checkpoint, CheckpointMetadata, all_of, damage, fields_of, find_checkpoint
+from everyrank.runs import Checkpoint, CheckpointMetadata, all_of, damage, fields_of, find_checkpoint, run_of
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -39,16 +39,16 @@ def run(args: argparse.Namespace) -> int:
     if args.kind == "export":
         from everyrank.checkpoint import export
 
-        checkpoint = find_checkpoint(args.folder)
+        checkpoint = find_checkpoint(args.folder, "everyrank checkpoint export")
         check_writable(args.out)
         state = export(checkpoint, args.out)
         summary = f"{args.out}: {len(state)} tensors after update {checkpoint.metadata.step}, from {checkpoint.path}"
         print(f"wrote {printable(summary)}")
         return 0
-    run = args.folder.parent if args.folder.name == "checkpoints" else args.folder
-    checkpoints = all_of(run)
+    checkpoints = all_of(run_of(args.folder))
     if not any(checkpoint_or_none for _, checkpoint_or_none in checkpoints):
-        checkpoint = find_checkpoint(args.folder)  # a single checkpoint, or an error that lists what the folder has
+        # a single checkpoint, or an error that lists what the folder has
+        checkpoint = find_checkpoint(args.folder, "everyrank checkpoint inspect")
         checkpoints = [(checkpoint.path, checkpoint)]
     return _inspect(checkpoints, args.json)
 

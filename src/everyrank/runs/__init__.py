@@ -35,6 +35,7 @@ from everyrank.runs.folder import (
     refuse_damaged,
     remove_old_checkpoints,
     require_whole,
+    run_of,
     score_of,
     set_aside_newer,
 )
@@ -48,6 +49,7 @@ from everyrank.runs.metadata import (
     crc_of,
     damage,
     fields_of,
+    json_form,
     open_file,
     write_metadata,
 )
@@ -73,6 +75,7 @@ __all__ = [
     "find_checkpoint",
     "hold",
     "is_better",
+    "json_form",
     "mark_best",
     "new_folder",
     "newest_whole",
@@ -81,6 +84,7 @@ __all__ = [
     "refuse_damaged",
     "remove_old_checkpoints",
     "require_whole",
+    "run_of",
     "score_of",
     "set_aside_newer",
     "write_metadata",

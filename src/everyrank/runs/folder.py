@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import NoReturn
@@ -31,6 +32,7 @@ __all__ = [
     "refuse_damaged",
     "remove_old_checkpoints",
     "require_whole",
+    "run_of",
     "score_of",
     "set_aside_newer",
 ]
@@ -39,6 +41,7 @@ _FOLDER = "checkpoints"
 _UNFINISHED = ".tmp"
 _DAMAGED = ".damaged"
 _BEST = "best"
+_RESUME = "--resume"  # precedes the last good checkpoint in a message
 
 
 def new_folder(run: Path, step: int) -> Path:
@@ -145,17 +148,27 @@ def score_of(checkpoint: Checkpoint, best_by: str) -> float | None:
 
 
 def is_better(score: float | None, best_score: float | None, best_by: str) -> bool:
-    """Whether a metric has improved. Without a direction, an error (by its name) is better when lower."""
+    """Whether a metric has improved. Without a direction, an error (by its name) is better when lower.
+
+    For example `eval_loss`, `RMSE` and `test_wer` are errors, and `exact_answer` is not.
+    """
     if score is None or not math.isfinite(score):
         return False
     name, _, direction = best_by.partition(":")
-    is_error = direction == "min" if direction else name.lower().endswith(_ERRORS)
+    is_error = direction == "min" if direction else _is_error(name)
     return (
         best_score is None or not math.isfinite(best_score) or (score < best_score if is_error else score > best_score)
     )
 
 
-_ERRORS = ("loss", "perplexity", "error", "err", "mae", "mse", "rmse", "wer", "cer")
+def _is_error(name: str) -> bool:
+    last_word = _WORDS.findall(name)[-1:]
+    return name.lower().endswith(_ERROR_ENDINGS) or (bool(last_word) and last_word[0].lower() in _ERROR_WORDS)
+
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_ERROR_ENDINGS = ("loss", "perplexity", "error", "err", "mae", "mse")
+_ERROR_WORDS = ("wer", "cer")  # only as whole words, because `answer` and `power` end in these letters
 
 
 def checkpoints_of(run: Path) -> list[Checkpoint]:
@@ -175,23 +188,32 @@ def _named_steps(run: Path) -> list[Path]:
     return sorted(folders, key=lambda path: int(names[path][1]))
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
+def run_of(path: Path) -> Path:
+    """Return the folder of the run whose folder, or folder of checkpoints, is at `path`.
+
+    A run's own folder may be called `checkpoints`, too.
+    """
+    full_path = path.resolve() if path.name in ("", "..") else path  # `.` has no name
+    return full_path.parent if full_path.name == _FOLDER and not _named_steps(path) else path
+
+
+def find_checkpoint(path: Path, command: str = _RESUME) -> Checkpoint:
     """Return the newest checkpoint of a run's folder, or the checkpoint at `path`.
 
-    Raises `UsageError` if there is none, or if it cannot be read; then the message has the last good one.
+    Raises `UsageError` if there is none, or if it cannot be read; then the message has the last good one, after
+    `command`.
     """
     if (path / METADATA_FILE).exists():
-        return checkpoint_named(_by_its_name(path))
-    run = path.parent if path.name == _FOLDER else path
-    folders = _named_steps(run)
+        return checkpoint_named(_by_its_name(path), command)
+    folders = _named_steps(run_of(path))
     if folders:
-        return checkpoint_named(_by_its_name(folders[-1]))
+        return checkpoint_named(_by_its_name(folders[-1]), command)
     if path.is_file():
         raise UsageError(f"{path}: a file, not the folder of a run or a checkpoint; weights go to --pretrained")
     if not path.exists():
         raise UsageError(f"{path}: no such folder; give the folder of a run, or one of its checkpoints")
     if NAME.fullmatch(path.name) and path.parent.name == _FOLDER:
-        return checkpoint_named(_by_its_name(path))
+        return checkpoint_named(_by_its_name(path), command)
     if (path / ".metadata").is_file():
         raise UsageError(
             f"{path}: a checkpoint of another program (no {METADATA_FILE}); everyrank resumes only its own checkpoints"
@@ -215,12 +237,12 @@ def _by_its_name(path: Path) -> Path:
     return parent / target.name if target.parent == parent.resolve() else target
 
 
-def checkpoint_named(path: Path) -> Checkpoint:
+def checkpoint_named(path: Path, command: str = _RESUME) -> Checkpoint:
     """Return the checkpoint in exactly this folder. Raises `UsageError` for a missing or invalid about.json."""
     try:
         return read_metadata(path)
     except UsageError as error:
-        raise UsageError(f"{error}{_suggest_last_good(path)}") from None
+        raise UsageError(f"{error}{_suggest_last_good(path, command)}") from None
 
 
 def set_aside_newer(checkpoint: Checkpoint) -> None:
@@ -229,6 +251,7 @@ def set_aside_newer(checkpoint: Checkpoint) -> None:
     Raises `UsageError` if a newer one is undamaged: resuming would mix two trainings in one folder.
     """
     run = checkpoint.path.parent.parent
+    damaged_paths: list[Path] = []
     for path in _named_steps(run):
         match = NAME.fullmatch(path.name)
         if match is None or int(match[1]) <= checkpoint.metadata.step:
@@ -242,8 +265,15 @@ def set_aside_newer(checkpoint: Checkpoint) -> None:
                 f"{checkpoint.path}: {path.name} of the same run is newer and undamaged; resume with another --out, "
                 "or remove the newer one"
             )
+        damaged_paths.append(path)
+    for path in damaged_paths:  # after all checks, so that a refused run stays as it is
         shutil.rmtree(path.with_name(path.name + _DAMAGED), ignore_errors=True)
         path.rename(path.with_name(path.name + _DAMAGED))
+    best = run / _FOLDER / _BEST
+    if best.is_symlink() and not best.exists():  # it pointed at one of them
+        with contextlib.suppress(OSError):
+            best.unlink()
+        mark_best(run, checkpoint.metadata.best_by)
 
 
 def all_of(run: Path) -> list[tuple[Path, Checkpoint | None]]:
@@ -265,20 +295,20 @@ def last_good(damaged: Path) -> Checkpoint | None:
     return None
 
 
-def _suggest_last_good(damaged: Path) -> str:
+def _suggest_last_good(damaged: Path, command: str) -> str:
     if damaged.parent.name != _FOLDER:
         return ""
     good = last_good(damaged)
-    return f"; the last good one: --resume {good.path}" if good else "; no other checkpoint of this run is undamaged"
+    return f"; the last good one: {command} {good.path}" if good else "; no other checkpoint of this run is undamaged"
 
 
-def require_whole(checkpoint: Checkpoint, deep: bool = False) -> None:
-    """Raise `UsageError` for a damaged checkpoint, offering the last good one."""
+def require_whole(checkpoint: Checkpoint, deep: bool = False, command: str = _RESUME) -> None:
+    """Raise `UsageError` for a damaged checkpoint, offering the last good one after `command`."""
     reason = damage(checkpoint, deep=deep)
     if reason is not None:
-        refuse_damaged(checkpoint, reason)
+        refuse_damaged(checkpoint, reason, command)
 
 
-def refuse_damaged(checkpoint: Checkpoint, reason: str) -> NoReturn:
+def refuse_damaged(checkpoint: Checkpoint, reason: str, command: str = _RESUME) -> NoReturn:
     """Raise `UsageError` for a damaged checkpoint; the message suggests the last good one."""
-    raise UsageError(f"{checkpoint.path}: damaged: {reason}{_suggest_last_good(checkpoint.path)}")
+    raise UsageError(f"{checkpoint.path}: damaged: {reason}{_suggest_last_good(checkpoint.path, command)}")

@@ -27,6 +27,7 @@ __all__ = [
     "crc_of",
     "damage",
     "fields_of",
+    "json_form",
     "open_file",
     "read_metadata",
     "with_sum",
@@ -48,7 +49,7 @@ class CheckpointMetadata:
 
     step           updates done; a resumed training starts with update number `step`
     workload, settings, seed, global_batch, clip_norm, samples, data_checksum
-                   what is trained; must be equal in a resumed run
+                   what is trained; must be equal in a resumed run, except the settings `LENGTHS` and `data`
     layout, world_size
                    where it ran; may differ in a resumed run
     updates_per_epoch   0: unknown
@@ -79,6 +80,14 @@ class CheckpointMetadata:
     files: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     schema: int = 2
     place: dict[str, int] = field(default_factory=dict[str, int])
+
+
+def json_form(value: Any) -> Any:
+    """Return a value as about.json gives it back: for example, a tuple becomes a list.
+
+    Raises `TypeError` or `ValueError` for a value that JSON cannot hold.
+    """
+    return json.loads(json.dumps(value))
 
 
 def changed_lengths(saved: CheckpointMetadata, now: CheckpointMetadata) -> dict[str, tuple[Any, Any]]:
@@ -142,7 +151,7 @@ def read_metadata(path: Path) -> Checkpoint:
         check_metadata(metadata)
         _check_sum(text, metadata.schema)
         _check_name(path, metadata.step)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise UsageError(f"{path}: not a readable checkpoint ({METADATA_FILE}: {reason})") from None
     return Checkpoint(path, metadata)
@@ -174,21 +183,20 @@ def _check_name(path: Path, step: int) -> None:
 
 
 def check_metadata(metadata: CheckpointMetadata) -> None:
-    """Raise `TypeError` or `ValueError` for values that are not valid, because the file may be foreign."""
+    """Raise `TypeError`, `ValueError` or `OverflowError` for invalid values, because the file may be foreign."""
     for entry in dataclasses.fields(CheckpointMetadata):
         value = getattr(metadata, entry.name)
         kinds = _KINDS[str(entry.type).partition("[")[0]]
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise TypeError(f"{entry.name} is {type(value).__name__}")
     for name, minimum in (("step", 0), ("world_size", 1), ("updates_per_epoch", 0), ("global_batch", 1)):
-        if getattr(metadata, name) < minimum:
+        if not minimum <= getattr(metadata, name) < 1 << 63:
             raise ValueError(f"{name} is {getattr(metadata, name)}")
     if metadata.place and (
         metadata.place.keys() != {"epoch", "index"} or not all(map(_is_count, metadata.place.values()))
     ):
         raise ValueError(f"place is {metadata.place}")
-    if not all(isinstance(value, int | float) for value in metadata.metrics.values()):
-        raise TypeError("a metric is not a number")
+    _check_metrics(metadata.metrics)
     if not all(isinstance(value, str) for value in (*metadata.aliases.values(), *metadata.versions.values())):
         raise TypeError("an alias or a version is not text")
     # printed text must not contain control sequences
@@ -200,6 +208,13 @@ def check_metadata(metadata: CheckpointMetadata) -> None:
     for name in metadata.files:
         if Path(name).name != name:
             raise ValueError(f"a file named {name!r}")
+
+
+def _check_metrics(metrics: dict[str, float]) -> None:
+    if not all(isinstance(value, int | float) for value in metrics.values()):
+        raise TypeError("a metric is not a number")
+    for value in metrics.values():
+        float(value)  # raises OverflowError for an integer that is too large
 
 
 def _is_count(value: object) -> bool:
