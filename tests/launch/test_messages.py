@@ -17,6 +17,7 @@ from everyrank.launch.autopsy.rank_state import forget_hang, hang_report, report
 from everyrank.launch.autopsy.rank_views import RankView
 from everyrank.launch.autopsy.verdict import verdict
 from everyrank.launch.job import job_name
+from everyrank.launch.stalled_ranks import concerns_others, is_a_wait, lost_another
 from everyrank.world.calls import _operation
 
 
@@ -59,6 +60,46 @@ def test_verdict_names_the_collective_first() -> None:
     )
     assert text.startswith("rank 0 never reached all_reduce")
     assert re.search(r"waits for a message of 4 elements .* from rank 1", text)
+
+
+@pytest.mark.parametrize(
+    ("message", "is_wait", "is_lost", "is_concerned"),
+    [
+        ("a.py:3 in f: RuntimeError: [/gloo/unbound_buffer.cc:81] Timed out waiting 9ms for recv", True, False, True),
+        ("shm all_reduce timed out after 8 s (--timeout): rank 1 did not come", True, False, True),
+        ("a.py:3 in f: DistBackendError: Watchdog caught timeout: WorkNCCL(Timeout(ms)=9)", True, False, True),
+        ("a.py:3 in f: RuntimeError: [/gloo/pair.cc:5] Connection closed by peer [::1]:7", False, True, True),
+        ("a.py:3 in f: DistNetworkError: Connection reset by peer", False, True, True),
+        ("a.py:3 in f: RuntimeError: [enforce fail at /gloo/pair.cc:4] 8 vs 4", False, False, True),
+        # errors of the user's own code
+        ("a.py:3 in f: TimeoutError: the compile server timed out", False, False, False),
+        ("compile.py:3 in f: TimeoutError: the server timed out", False, False, False),
+        ("update 1: nccl.py:3 in shm: TimeoutError: the server timed out", False, False, False),
+        ("gloo.py:3 in f: ConnectionResetError: [Errno 104] Connection reset by peer", False, False, False),
+        ("a.py:3 in f: RuntimeError: [enforce fail at alloc_cpu.cpp:127] can't allocate memory", False, False, False),
+        ("a.py:3 in f: RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos", False, False, False),
+    ],
+)
+def test_only_errors_of_a_backend_are_caused_by_another_rank(
+    message: str, is_wait: bool, is_lost: bool, is_concerned: bool
+) -> None:
+    assert (is_a_wait(message), lost_another(message), concerns_others(message)) == (is_wait, is_lost, is_concerned)
+
+
+@pytest.mark.parametrize(
+    ("raised", "text"),
+    [
+        ("RuntimeError: [enforce fail at alloc_cpu.cpp:127] can't allocate memory", "rank 1 never reached .* raised"),
+        ("RuntimeError: [/gloo/pair.cc:5] Connection closed by peer", "rank 1 was ended by an error of another rank"),
+        ("RuntimeError: [/gloo/buffer.cc:5] Timed out waiting 9ms", "rank 1 timed out at"),
+    ],
+)
+def test_verdict_about_a_rank_that_raised(raised: str, text: str) -> None:
+    waiting = [view(rank, 10, collective(4, True), collective(5, False)) for rank in (0, 2)]
+    failed = dataclasses.replace(view(1, 20, collective(4, True), collective(5, True)), raised=raised)
+    if "raised" in text:
+        failed.calls["calls"] = failed.calls["calls"][:1]
+    assert re.search(text, verdict([waiting[0], failed, waiting[1]]))
 
 
 def test_peer_of_a_recorded_nccl_operation() -> None:
