@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pickle
 import re
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,10 @@ from everyrank.launch.autopsy.rank_state import forget_hang, hang_report, report
 from everyrank.launch.autopsy.rank_views import RankView
 from everyrank.launch.autopsy.verdict import verdict
 from everyrank.launch.job import job_name
+from everyrank.launch.monitor import ProcessMonitor
+from everyrank.launch.signals import Stop, is_end_requested
 from everyrank.launch.stalled_ranks import concerns_others, is_a_wait, lost_another
+from everyrank.launch.torchrun import TorchrunOptions
 from everyrank.world.calls import _operation
 
 
@@ -180,3 +186,30 @@ def test_report_of_an_earlier_hang_is_deleted(tmp_path: Path) -> None:
     assert report_hang(tmp_path, "job", lambda: "again") is None
     forget_hang(tmp_path, "job")
     assert hang_report(tmp_path, "job") == ""
+
+
+@pytest.mark.parametrize(
+    ("stop", "ends"),
+    [
+        (Stop(), False),
+        (Stop(signal.SIGUSR1), True),  # ranks of `train` save and end
+        (Stop(signal.SIGUSR1, grace_seconds=30.0, count=1), False),  # it is passed on to a script
+        (Stop(signal.SIGTERM, grace_seconds=30.0, count=2), True),
+    ],
+)
+def test_torchrun_restarts_ranks_after_sigusr1_was_passed_on(tmp_path: Path, stop: Stop, ends: bool) -> None:
+    """A signal that asks the ranks to end makes the next failure final. Other processes read it from a file."""
+    assert not is_end_requested(tmp_path)
+    if stop.asked is not None:
+        (tmp_path / "stop").write_text(stop.request)
+    assert (is_end_requested(tmp_path), stop.ends_ranks) == (ends, ends)
+    statuses = [None, 0]
+    launch = Launch("torchrun", options=TorchrunOptions(restarts=1))
+    monitor = ProcessMonitor(launch, tmp_path, tmp_path, stop)
+    process: Any = SimpleNamespace(poll=lambda: statuses.pop(0) if len(statuses) > 1 else statuses[0])
+    monitor.processes = [process]
+    (tmp_path / "rank0.pid").write_text("")
+    row = reports.exit_row(0, 1) | {"kind": "", "message": "first start", "has_frames": False}
+    (tmp_path / "rank0.error").write_text(json.dumps(row))
+    with pytest.raises(RankFailedError, match="first start") if ends else contextlib.nullcontext():
+        monitor._wait(Stop())

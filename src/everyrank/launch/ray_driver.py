@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import pickle
 import shutil
@@ -29,6 +30,7 @@ from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 from everyrank.launch.job import WORKER, Job
+from everyrank.launch.signals import is_end_requested
 from everyrank.launch.supervisor import end_with_parent
 
 __all__ = ["main"]
@@ -39,6 +41,7 @@ _POLL_SECONDS = 0.1
 _PLACEMENT_SECONDS = 120.0
 _SAVE_SECONDS = 120.0  # for ranks that stop because new ones are added
 _END_SECONDS = 10.0
+_GRACE_SECONDS = 3.0  # after the first failure, so that other ranks can report theirs
 
 
 @ray.remote
@@ -51,6 +54,7 @@ class RankActor:
         self.folder = Path(tempfile.mkdtemp(prefix="everyrank-ray-"))
         self.process: Any = None
         self.sent: set[str] = set()
+        self.kept_version = (0, 0)  # (inode, time) of the preliminary result that was sent last
         self.num_read: dict[str, int] = {}  # bytes already read of a growing file
 
     def host(self) -> tuple[str, list[str]]:
@@ -113,6 +117,10 @@ class RankActor:
             ):
                 self.sent.add(path.name)
                 files[path.name] = path.read_bytes()
+            elif path.suffix == ".kept":  # the rank replaces it
+                version = (path.stat().st_ino, path.stat().st_mtime_ns)
+                if version != self.kept_version:
+                    self.kept_version, files[path.name] = version, path.read_bytes()
         return files, status
 
     def end(self) -> None:
@@ -158,10 +166,10 @@ def main() -> int:
         )
         while True:
             status, is_failure = _attempt(request, content, directory, job)
-            if status == 0 or (is_failure and restarts_left == 0) or (directory / "stop").exists():
+            if status == 0 or (is_failure and restarts_left == 0) or is_end_requested(directory):
                 return status
             restarts_left -= is_failure
-            for kind in ("result", "error", "exit", "pid"):
+            for kind in ("result", "error", "exit", "pid", "kept"):
                 for path in directory.glob(f"rank*.{kind}"):
                     path.unlink(missing_ok=True)
     finally:
@@ -245,16 +253,18 @@ def _start(actors: list[Any], hosts: list[tuple[str, list[str]]], content: bytes
 
 def _follow(actors: list[Any], extra_group: Any, directory: Path, job: Job) -> Ended:
     """Copy the files of the ranks until they have ended, or have saved because there is room for `extra_group`."""
-    is_stopping, grows_until = False, 0.0
+    grows_until, ends_at, first_failure = 0.0, math.inf, 0
+    # ranks that are started again get no SIGUSR1 that was passed on to the earlier start
+    request = None if is_end_requested(directory) else _stop_request(directory)
     held_files: list[tuple[str, bytes]] = []  # errors and exits of ranks that were stopped to add ranks
     while True:
         time.sleep(_POLL_SECONDS)
-        is_stop_requested = (directory / "stop").exists()
-        if not grows_until and not is_stop_requested and extra_group is not None and is_granted(extra_group):
+        is_stopping = is_end_requested(directory)
+        if not grows_until and not is_stopping and extra_group is not None and is_granted(extra_group):
             grows_until = time.monotonic() + _SAVE_SECONDS
-        if (is_stop_requested or grows_until) and not is_stopping:
-            is_stopping = True
-            request = (directory / "stop").read_bytes() if is_stop_requested else b""
+        new_request = b"" if grows_until and not is_stopping else _stop_request(directory)
+        if new_request != request:  # each signal replaces the one before
+            request = new_request
             ray.get([actor.give.remote("stop", request) for actor in actors])
         results = ray.get([actor.take.remote() for actor in actors])
         statuses = [status for _, status in results]
@@ -265,15 +275,26 @@ def _follow(actors: list[Any], extra_group: Any, directory: Path, job: Job) -> E
                 else:
                     _copy_file(name, text, directory, job, actors)
         failed = [status for status in statuses if status]
+        if failed and not first_failure:
+            first_failure = abs(failed[0])
+            # ranks that were asked to stop may end in any way
+            ends_at = math.inf if is_stopping else time.monotonic() + _GRACE_SECONDS
         has_ended = all(status is not None for status in statuses)
-        is_growing = grows_until and not is_stop_requested
+        is_growing = grows_until and not is_stopping
         if is_growing and (failed or not has_ended):  # else the training ended before the request arrived
             if has_ended or time.monotonic() > grows_until:
                 return Ended(1, is_failure=False)
-        elif failed or has_ended:
+        elif has_ended or time.monotonic() > ends_at:
             for name, text in held_files:
                 _copy_file(name, text, directory, job, actors)
-            return Ended(abs(failed[0]) if failed else 0, is_failure=bool(failed))
+            return Ended(first_failure, is_failure=first_failure > 0)
+
+
+def _stop_request(directory: Path) -> bytes | None:
+    """Return the request to stop that the monitor has written; None without one."""
+    with contextlib.suppress(OSError):
+        return (directory / "stop").read_bytes()
+    return None
 
 
 def _copy_file(name: str, text: bytes, directory: Path, job: Job, actors: list[Any]) -> None:
