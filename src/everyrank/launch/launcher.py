@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import shlex
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everyrank.errors import UsageError
+from everyrank.errors import CannotRunError, UsageError
 from everyrank.launch.rank_info import RankInfo, rank_info_of_task, whole_numbers
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ __all__ = [
     "find_launcher",
     "launcher_named",
     "launchers",
+    "run_program",
 ]
 
 LAUNCHERS = (
@@ -37,6 +40,7 @@ LAUNCHERS = (
 )
 """Each name is a file in this folder that defines `LAUNCHER`, an instance of its subclass of `Launcher`."""
 DEFAULT_LAUNCHER = "spawn"
+_ANSWER_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -220,3 +224,17 @@ def find_launcher(name: str) -> Launcher | None:
 def launchers() -> list[Launcher]:
     """Return all launchers, in the order of the table."""
     return [launcher_named(name) for name in LAUNCHERS]
+
+
+def run_program(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of a launcher, such as sbatch, and return its output.
+
+    Raises `CannotRunError` if it cannot be started or does not end.
+    """
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        reason = f"it did not end within {_ANSWER_SECONDS:g} s"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    raise CannotRunError(f"{shlex.join(command)}: {reason}; check that this command works here")
