@@ -194,6 +194,15 @@ def test_launcher_that_cannot_start_ranks_is_refused(monkeypatch: pytest.MonkeyP
         Launch("ray", processes=2, nodes=2)
 
 
+def test_launcher_whose_program_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher without a `find` method looks for its program."""
+    monkeypatch.setattr(Toy, "install_hint", "apt install toyrun")
+    with pytest.raises(CannotRunError, match="--launcher toy: toyrun was not found on PATH; apt install toyrun"):
+        TOY.find()
+    monkeypatch.setattr(Toy, "program", "sh")
+    assert Path(TOY.find()).is_file()
+
+
 def test_launch_in_a_shell_started_by_srun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shell has the variables of a rank. The error says which variable to unset."""
     shell_variables = {
@@ -251,9 +260,11 @@ def add_launcher(monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> None:
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add a new launcher, `toy`, which starts its ranks like spawn."""
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Add a new launcher, `toy`, which starts its ranks like spawn, and put its program on PATH."""
     add_launcher(monkeypatch, TOY)
+    (tmp_path / "toyrun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
 
 def test_example_launcher_in_contributing_md_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

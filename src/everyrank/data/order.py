@@ -123,7 +123,7 @@ class KnownUpdates(Sequence[Update]):
 
     @property
     def end(self) -> int:
-        """The number of updates of the whole training."""
+        """The number of updates of the training up to the end of this sequence."""
         return self.steps.stop
 
     @property
@@ -171,7 +171,7 @@ def update_samples(order: Tensor | range, global_batch: int, index: int) -> list
 
 
 def sample_numbers(positions: Tensor | range) -> list[int]:
-    """Convert a slice of an order to a list. Only slices: a list needs five times the memory of a tensor."""
+    """Convert a slice of an order to a list. Only slices: a list needs nine times the memory of an int32 tensor."""
     return positions.tolist() if isinstance(positions, Tensor) else list(positions)
 
 

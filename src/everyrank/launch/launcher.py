@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import shlex
+import shutil
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -142,7 +143,13 @@ class Launcher(ABC):
 
     def find(self) -> str:
         """Return where the launcher is on this machine. Raises `CannotRunError` if it is not installed."""
-        return "starts in this Python"
+        if not self.program:
+            return "starts in this Python"
+        path = shutil.which(self.program)
+        if path is None:
+            hint = f"; {self.install_hint}" if self.install_hint else ""
+            raise CannotRunError(f"--launcher {self.name}: {self.program} was not found on PATH{hint}")
+        return path
 
     def check(self, launch: Launch) -> None:  # noqa: B027  (most launchers support every `Launch`)
         """Raise `UsageError` for a `Launch` that this launcher does not support."""
