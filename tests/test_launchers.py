@@ -37,6 +37,7 @@ from everyrank.launch.job import WORKER
 from everyrank.launch.launcher import Launcher, LauncherOptions
 from everyrank.launch.node import main as node_main
 from everyrank.options import Argument
+from everyrank.script.variables import rank_variables
 
 PACKAGE = Path(everyrank.__file__).parent
 LOOKUP_METHODS = ("get", "pop", "startswith", "endswith", "removeprefix")
@@ -378,3 +379,12 @@ def test_job_named_by_its_rendezvous_is_not_unique(tmp_path: Path) -> None:
     for nodes, is_unique in ((1, True), (2, False)):
         launch = Launch(processes=2, nodes=nodes, node_rank=0, rendezvous="n1:29500")
         assert processes._job(launch, b"", "torch", tmp_path, tmp_path).is_name_unique is is_unique
+
+
+def test_node_of_a_cyclic_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun --distribution=cyclic` on two nodes: ranks 0 and 2 are on the first."""
+    for rank in range(4):
+        monkeypatch.setenv("SLURM_NODEID", str(rank % 2))
+        monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
+        variables = rank_variables(RankInfo(rank, rank // 2, 4, 2, "slurm", "tcp://n1:29500"), 5.0)
+        assert (variables["GROUP_RANK"], variables["GROUP_WORLD_SIZE"]) == (str(rank % 2), "2")

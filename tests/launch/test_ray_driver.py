@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from everyrank.launch import RankInfo, ray
 from everyrank.launch.job import Job
 from everyrank.launch.supervisor import write_whole
+from everyrank.script.variables import rank_variables
 
 NAME = "everyrank.launch.ray_driver"
 
@@ -101,3 +103,16 @@ def test_each_preliminary_result_is_copied(driver: Any, tmp_path: Path) -> None:
         copied.append(actor.take()[0])
     actor.end()
     assert copied == [{"rank0.kept": b"one"}, {"rank0.kept": b"two"}, {}]
+
+
+def test_ranks_know_the_number_of_their_node(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GROUP_RANK of a script. Ray may place two ranks on one node and one on another."""
+    starts: list[Any] = []
+    actor = SimpleNamespace(start=SimpleNamespace(remote=lambda *args: starts.append(args)))
+    driver._start([actor] * 3, [("a", []), ("a", []), ("b", [])], b"")
+    assert [numbers for _, _, numbers, _, _ in starts] == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
+    for (rank, size, local_rank, local_size), node in [(row[2], row[3]) for row in starts]:
+        for name, number in zip(ray.LAUNCHER.node_variables, node, strict=True):
+            monkeypatch.setenv(name, str(number))
+        variables = rank_variables(RankInfo(rank, local_rank, size, local_size, "ray", "tcp://n1:29500"), 5.0)
+        assert (variables["GROUP_RANK"], variables["GROUP_WORLD_SIZE"]) == (str(rank // 2), "2")

@@ -104,6 +104,9 @@ class Launcher(ABC):
     default_for_backend     the backend that only its ranks can use; with that backend it is the default launcher
     starts_horovod          ranks of Horovod find each other under it
 
+    node_variables          environment variables for the number of this host, and of hosts. Without them, hosts are
+                            taken to have the same number of ranks, in order
+
     How a process recognizes that this launcher has started it (`rank_info`):
 
     rank_variables    environment variables for rank, local rank, world size and local world size; one tuple for each
@@ -129,6 +132,7 @@ class Launcher(ABC):
     line_prefix: bytes | None = None
     default_for_backend: str | None = None
     starts_horovod: bool = False
+    node_variables: tuple[str, str] | None = None
     rank_variables: Sequence[tuple[str, ...]] = ()
     nesting_level: int = 0
     marker_variable: str | None = None

@@ -54,6 +54,7 @@ class Ray(Launcher):
     package = "ray"
     install_hint = "pip install 'everyrank[ray]'"
     graceful_shutdown = True
+    node_variables = ("EVERYRANK_NODE", "EVERYRANK_NODES")  # set by the driver
 
     def commands(self, launch: Launch, job_folder: Path) -> list[list[str]]:
         """Return the command of the driver."""

@@ -61,8 +61,18 @@ class RankActor:
         """Return (Ray node of this actor, numbers of the GPUs that Ray assigned to it)."""
         return ray.get_runtime_context().get_node_id(), [str(number) for number in ray.get_gpu_ids()]
 
-    def start(self, job: bytes, cwd: str, rank: int, size: int, local_rank: int, local_size: int, devices: str) -> None:
+    def start(
+        self,
+        job: bytes,
+        cwd: str,
+        numbers: tuple[int, int, int, int],
+        nodes: tuple[int, int],
+        devices: str,
+    ) -> None:
         """Start the rank. `job` is pickled by the driver and sent by Ray; `devices` are all GPUs used on this node.
+
+        numbers   rank, world size, local rank, local world size
+        nodes     the number of this node, and of nodes
 
         The rank runs in the working folder of the driver if this host has it, else in that of Ray.
         """
@@ -70,8 +80,9 @@ class RankActor:
         import subprocess
 
         from everyrank.launch.host_info import pid_namespace
-        from everyrank.launch.ray import visible_devices
+        from everyrank.launch.ray import LAUNCHER, visible_devices
 
+        rank, size, local_rank, local_size = numbers
         driver_job: Job = pickle.loads(job)  # noqa: S301  (sent by the driver)
         local_job = dataclasses.replace(
             driver_job,
@@ -87,6 +98,7 @@ class RankActor:
         with (self.folder / "screen").open("wb") as screen:  # only rank 0 writes here; the others write to their logs
             # A rank chooses its GPU by its local rank, so it must see the GPUs of all ranks on the node.
             environment = {**os.environ, **visible_devices(devices, os.environ)}
+            environment.update(zip(LAUNCHER.node_variables, map(str, nodes), strict=True))
             self.process = subprocess.Popen(
                 command,
                 stdout=screen,
@@ -241,12 +253,13 @@ def _place_actors(request: Request) -> tuple[Any, list[Any], list[tuple[str, lis
 def _start(actors: list[Any], hosts: list[tuple[str, list[str]]], content: bytes) -> None:
     """Start all ranks. `hosts` has (node, GPUs) of each actor."""
     nodes = [node for node, _ in hosts]
-    local_sizes, local_ranks = Counter(nodes), Counter[str]()
+    local_sizes, local_ranks, node_names = Counter(nodes), Counter[str](), list(dict.fromkeys(nodes))
     starts: list[Any] = []
     for rank, (actor, node) in enumerate(zip(actors, nodes, strict=True)):
         devices = ",".join(device for other_node, gpus in hosts if other_node == node for device in gpus)
         numbers = (rank, len(actors), local_ranks[node], local_sizes[node])
-        starts.append(actor.start.remote(content, str(Path.cwd()), *numbers, devices))
+        node_numbers = (node_names.index(node), len(node_names))
+        starts.append(actor.start.remote(content, str(Path.cwd()), numbers, node_numbers, devices))
         local_ranks[node] += 1
     ray.get(starts)
 

@@ -90,6 +90,7 @@ class Slurm(BatchLauncher):
     needs_shared_folder = True
     graceful_shutdown = True
     nesting_level = 1
+    node_variables = ("SLURM_NODEID", "SLURM_STEP_NUM_NODES")
     rank_variables = (("SLURM_PROCID",),)
     shell_hint = " (in a shell started by srun: unset SLURM_STEP_ID)"
 
