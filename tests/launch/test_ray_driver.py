@@ -112,7 +112,7 @@ def test_ranks_know_the_number_of_their_node(driver: Any, monkeypatch: pytest.Mo
     driver._start([actor] * 3, [("a", []), ("a", []), ("b", [])], b"")
     assert [numbers for _, _, numbers, _, _ in starts] == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
     for (rank, size, local_rank, local_size), node in [(row[2], row[3]) for row in starts]:
-        for name, number in zip(ray.LAUNCHER.node_variables, node, strict=True):
+        for name, number in zip(ray.NODE_VARIABLES, node, strict=True):
             monkeypatch.setenv(name, str(number))
         variables = rank_variables(RankInfo(rank, local_rank, size, local_size, "ray", "tcp://n1:29500"), 5.0)
         assert (variables["GROUP_RANK"], variables["GROUP_WORLD_SIZE"]) == (str(rank // 2), "2")

@@ -80,7 +80,7 @@ class RankActor:
         import subprocess
 
         from everyrank.launch.host_info import pid_namespace
-        from everyrank.launch.ray import LAUNCHER, visible_devices
+        from everyrank.launch.ray import NODE_VARIABLES, visible_devices
 
         rank, size, local_rank, local_size = numbers
         driver_job: Job = pickle.loads(job)  # noqa: S301  (sent by the driver)
@@ -98,7 +98,7 @@ class RankActor:
         with (self.folder / "screen").open("wb") as screen:  # only rank 0 writes here; the others write to their logs
             # A rank chooses its GPU by its local rank, so it must see the GPUs of all ranks on the node.
             environment = {**os.environ, **visible_devices(devices, os.environ)}
-            environment.update(zip(LAUNCHER.node_variables, map(str, nodes), strict=True))
+            environment.update(zip(NODE_VARIABLES, map(str, nodes), strict=True))
             self.process = subprocess.Popen(
                 command,
                 stdout=screen,
