@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -103,6 +104,22 @@ def test_each_preliminary_result_is_copied(driver: Any, tmp_path: Path) -> None:
         copied.append(actor.take()[0])
     actor.end()
     assert copied == [{"rank0.kept": b"one"}, {"rank0.kept": b"two"}, {}]
+
+
+def test_address_of_a_script_reaches_the_other_actors(driver: Any, tmp_path: Path) -> None:
+    """Under `everyrank launch`, rank 0 writes it to a different file than under `train`."""
+    rank_0, rank_1 = driver.RankActor(), driver.RankActor()
+    rank_0.process = SimpleNamespace(poll=lambda: None)
+    infos = [
+        RankInfo(rank, 0, 2, 1, "ray", f"meet://{actor.folder}/address") for rank, actor in enumerate((rank_0, rank_1))
+    ]
+    expected = rank_variables(infos[0], 5.0)["MASTER_PORT"]
+    rank_1.give = SimpleNamespace(remote=rank_1.give)
+    for name, content in rank_0.take()[0].items():
+        driver._copy_file(name, content, tmp_path, job(tmp_path), [rank_0, rank_1])
+    assert rank_variables(infos[1], 0.1)["MASTER_PORT"] == expected
+    for actor in (rank_0, rank_1):
+        shutil.rmtree(actor.folder)
 
 
 def test_ranks_know_the_number_of_their_node(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:

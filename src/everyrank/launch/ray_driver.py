@@ -125,7 +125,7 @@ class RankActor:
                     files[path.name] = file.read()
                     self.num_read[path.name] = file.tell()
             elif path.name not in self.sent and (
-                path.name == "address" or path.suffix in (".pid", ".result", ".error", ".exit")
+                path.name.endswith("address") or path.suffix in (".pid", ".result", ".error", ".exit")
             ):
                 self.sent.add(path.name)
                 files[path.name] = path.read_bytes()
@@ -314,7 +314,7 @@ def _copy_file(name: str, text: bytes, directory: Path, job: Job, actors: list[A
     if name == "screen":
         sys.stdout.buffer.write(text)
         sys.stdout.flush()
-    elif name == "address":
+    elif name.endswith("address"):  # of everyrank's store; address.address: of the store of a script
         ray.get([actor.give.remote(name, text) for actor in actors[1:]])
     elif name.endswith(".log"):
         with (job.logs / name).open("ab") as log:
