@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import shlex
 import shutil
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ __all__ = [
     "find_launcher",
     "launcher_named",
     "launchers",
+    "run_program",
 ]
 
 LAUNCHERS = (
@@ -38,6 +41,7 @@ LAUNCHERS = (
 )
 """Each name is a file in this folder that defines `LAUNCHER`, an instance of its subclass of `Launcher`."""
 DEFAULT_LAUNCHER = "spawn"
+_ANSWER_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,9 @@ class Launcher(ABC):
     default_for_backend     the backend that only its ranks can use; with that backend it is the default launcher
     starts_horovod          ranks of Horovod find each other under it
 
+    node_variables          environment variables for the number of this host, and of hosts. Without them, hosts are
+                            taken to have the same number of ranks, in order
+
     How a process recognizes that this launcher has started it (`rank_info`):
 
     rank_variables    environment variables for rank, local rank, world size and local world size; one tuple for each
@@ -125,6 +132,7 @@ class Launcher(ABC):
     line_prefix: bytes | None = None
     default_for_backend: str | None = None
     starts_horovod: bool = False
+    node_variables: tuple[str, str] | None = None
     rank_variables: Sequence[tuple[str, ...]] = ()
     nesting_level: int = 0
     marker_variable: str | None = None
@@ -227,3 +235,17 @@ def find_launcher(name: str) -> Launcher | None:
 def launchers() -> list[Launcher]:
     """Return all launchers, in the order of the table."""
     return [launcher_named(name) for name in LAUNCHERS]
+
+
+def run_program(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of a launcher, such as sbatch, and return its output.
+
+    Raises `CannotRunError` if it cannot be started or does not end.
+    """
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        reason = f"it did not end within {_ANSWER_SECONDS:g} s"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    raise CannotRunError(f"{shlex.join(command)}: {reason}; check that this command works here")

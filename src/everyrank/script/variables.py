@@ -20,6 +20,7 @@ from urllib.request import url2pathname
 from everyrank.errors import RankFailedError
 from everyrank.launch import RankInfo
 from everyrank.launch.host_info import boot_id, is_loopback, split_endpoint, usable_interfaces
+from everyrank.launch.launcher import find_launcher
 
 __all__ = ["rank_variables"]
 
@@ -32,7 +33,7 @@ def rank_variables(info: RankInfo, timeout_seconds: float) -> dict[str, str]:
 
     Waits for the address of rank 0, and raises `RankFailedError` after `timeout_seconds`.
     """
-    node, nodes = info.rank // info.local_size, -(-info.size // info.local_size)
+    node, nodes = _node(info, os.environ)
     variables = {
         "RANK": info.rank,
         "LOCAL_RANK": info.local_rank,
@@ -51,6 +52,18 @@ def rank_variables(info: RankInfo, timeout_seconds: float) -> dict[str, str]:
     host, port = _master(info, os.environ, timeout_seconds)
     texts = {name: str(value) for name, value in variables.items()}
     return {**texts, "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+
+
+def _node(info: RankInfo, environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return the number of this host, and the number of hosts, as the launcher has them.
+
+    Otherwise hosts are taken to have the same number of ranks, in order.
+    """
+    launcher = find_launcher(info.started_by)
+    names = launcher.node_variables if launcher is not None else None
+    if names is not None and all(environment.get(name, "").isdecimal() for name in names):
+        return int(environment[names[0]]), int(environment[names[1]])
+    return info.rank // info.local_size, -(-info.size // info.local_size)
 
 
 def _master(info: RankInfo, environment: Mapping[str, str], timeout_seconds: float) -> tuple[str, int]:
