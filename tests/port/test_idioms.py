@@ -61,6 +61,7 @@ DEFAULT_DETAILS: dict[str, dict[str, Any]] = {
         "sources": [],
         "blocks": [],
     },
+    "pass": {"id": 1, "trains": True},
     "loss": {"ignored": None, "reduction": "mean"},
     "backward": {"loader": 1, "is_scalar": True, "couples": False},
     "optimizer": {"id": 2},
@@ -81,8 +82,8 @@ def fact(script: str, kind: str, *calls: str, **details: Any) -> Fact:
     return Fact(kind, tuple(call_sites), is_inner=True, details={**DEFAULT_DETAILS[kind], **details}, file="train.py")
 
 
-def plan_port(script: str, target: str, **details: dict[str, Any]) -> Plan:
-    """Return the plan of a port, with facts as a run of the script reports them."""
+def plan_port(script: str, target: str, *other_facts: Fact, **details: dict[str, Any]) -> Plan:
+    """Return the plan of a port, with facts as a run of the script reports them, and others."""
     train_call = next(line.strip() for line in script.splitlines() if line.strip().startswith("train("))
     backward_call = next(line.strip() for line in script.splitlines() if ".backward(" in line)
     facts = [
@@ -92,6 +93,7 @@ def plan_port(script: str, target: str, **details: dict[str, Any]) -> Plan:
         fact(script, "loss", "loss_of(logits, y)", train_call),
         fact(script, "backward", backward_call, train_call),
         fact(script, "step", "optimizer.step()", train_call, **details.get("step", {})),
+        *other_facts,
     ]
     return edit_script(
         ScriptFiles(Path("train.py"), script, target=target), facts, Choice("mean", "split", target=target)
