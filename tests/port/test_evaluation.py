@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from test_idioms import SCRIPT, fact, plan_port
 
 LOOP = """\

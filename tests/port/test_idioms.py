@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ DEFAULT_DETAILS: dict[str, dict[str, Any]] = {
     "backward": {"loader": 1, "is_scalar": True, "couples": False},
     "optimizer": {"id": 2},
     "step": {"id": 2, "unused": 0},
+    "seed": {"library": "torch"},
 }
 
 
@@ -82,11 +84,14 @@ def fact(script: str, kind: str, *calls: str, **details: Any) -> Fact:
     return Fact(kind, tuple(call_sites), is_inner=True, details={**DEFAULT_DETAILS[kind], **details}, file="train.py")
 
 
-def plan_port(script: str, target: str, *other_facts: Fact, **details: dict[str, Any]) -> Plan:
-    """Return the plan of a port, with facts as a run of the script reports them, and others."""
+def plan_port(
+    script: str, target: str, *other_facts: Fact, first_facts: Sequence[Fact] = (), **details: dict[str, Any]
+) -> Plan:
+    """Return the plan of a port, with facts as a run of the script reports them, and others before or after them."""
     train_call = next(line.strip() for line in script.splitlines() if line.strip().startswith("train("))
     backward_call = next(line.strip() for line in script.splitlines() if ".backward(" in line)
     facts = [
+        *first_facts,
         fact(script, "optimizer", "torch.optim.SGD(net.parameters(), lr=0.1)"),
         fact(script, "loader", "DataLoader(data, batch_size=4)"),
         fact(script, "forward", "model(x.to(device))", train_call, **details.get("forward", {})),

@@ -104,7 +104,7 @@ def _addition(plan: Plan, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
 
 
 def _is_mean(plan: Plan, node: ast.AST) -> bool:
-    """Whether an expression is a mean as a number: `output.mean().item()`, or an accuracy: `(a == b).float().mean()`."""
+    """Whether an expression is a mean as a number: `x.mean().item()`, or an accuracy: `(a == b).float().mean()`."""
     if not isinstance(node, ast.Call) or node.keywords:
         return False
     is_method = isinstance(node.func, ast.Attribute) and node.func.attr == "mean" and not node.args
@@ -176,7 +176,7 @@ def _is_count(plan: Plan, node: ast.AST) -> bool:
 
 
 def _has_sum(plan: Plan, node: ast.AST) -> bool:
-    """Whether an expression is a sum of all elements: `x.sum()`, `torch.sum(x)`, `np.sum(x)`, perhaps `.item()` of it."""
+    """Whether an expression is a sum of all elements: `x.sum()`, `torch.sum(x)`, `np.sum(x)`."""
     for each in ast.walk(node):
         if isinstance(each, ast.Call) and not each.keywords:
             name = plan.source.code(each.func)
