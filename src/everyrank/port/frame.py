@@ -260,6 +260,7 @@ def _imports(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) -> str:
     needed = ["os", "sys", *(["random"] if plan.has_same_seed or "random" in reseeds else []), "torch"]
     if any("contextlib." in edit.text for edit in plan.source.edits):
         needed.insert(0, "contextlib")
+    needed += ["tempfile"] if "Silent" in plan.helpers else []
     lines = [f"import {name}" for name in needed if name not in bound]
     if ((plan.has_same_seed and _draws_from_numpy(plan)) or "numpy" in reseeds) and "np" not in bound:
         lines.append("import numpy as np")
