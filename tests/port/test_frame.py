@@ -48,3 +48,32 @@ def test_numpy_generator_without_a_seed_has_a_note() -> None:
         "net = Net()", "rng = np.random.default_rng()\nnet = Net()"
     )
     assert any("default_rng(seed)" in sentence for _, sentence in plan_port(script, "ddp").notes)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("split = 8", ["def split_(loader", "train(ddp_net, split_(DataLoader(data, batch_size=4)), opt)"]),
+        ("def parts(x, split): pass", ["def split_(loader", ", split_(DataLoader("]),
+        ("split = split_ = 8", ["def split__(loader"]),
+        (
+            "dist = net0.norm(dim=1)",
+            ["import torch.distributed as dist_\n", "if dist_.get_rank() != 0", "dist_.all_reduce("],
+        ),
+        ("def setup(): pass", ["def setup_():", "\nsetup_()\n"]),
+        ("from numpy import random", ["\nimport random as random_\n", "    random_.seed(seed)\n"]),
+        ("class RankBatches: pass", ["class RankBatches_:", "= RankBatches_(loader.batch_sampler"]),
+    ],
+)
+def test_helpers_get_another_name_if_the_script_uses_theirs(line: str, expected: list[str]) -> None:
+    """The line of the script stays as it is."""
+    port = plan_port(SCRIPT.replace("net = Net()", f"{line}\nnet = Net()"), "ddp").source.edited()
+    for text in (f"\n{line}\n", *expected):
+        assert text in port
+
+
+def test_script_that_imports_the_modules_keeps_their_names() -> None:
+    script = "import random\nimport torch.distributed as dist\n" + SCRIPT
+    port = plan_port(script, "ddp").source.edited()
+    assert "    random.seed(seed)\n" in port
+    assert "    dist.all_reduce(sums)\n" in port

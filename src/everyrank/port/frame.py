@@ -7,6 +7,7 @@ import dataclasses
 import math
 
 from everyrank.port.helpers import helper_text
+from everyrank.port.names import new_names, rename_helpers
 from everyrank.port.plan import Plan
 from everyrank.port.prepare import PREPARES, import_of, start_lines
 from everyrank.port.source import NotPortedError, holds_line
@@ -53,6 +54,7 @@ def add_frame(plan: Plan) -> None:
     if plan.choice.target != "fabric":  # Fabric destroys its process group itself
         source.insert_after(last_in_main, "dist.destroy_process_group()", "all ranks leave together")
     source.edits = [dataclasses.replace(edit, text=plan.in_idiom(edit.text)) for edit in source.edits]
+    rename_helpers(plan)
 
 
 def _body(plan: Plan) -> list[ast.stmt]:
@@ -134,7 +136,8 @@ def _setup_of_library(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) ->
 def _imports_of_helpers(plan: Plan, body: list[ast.stmt], start: list[str]) -> list[str]:
     """Return the imports of a script whose helper functions are in the other file."""
     texts = [*start, *(edit.text for edit in plan.source.edits if edit.start[0] <= plan.files.num_lines)]
-    used_helpers = sorted(name for name in plan.helpers if any(f"{name}(" in text for text in texts))
+    renamed = new_names(plan)
+    used_helpers = sorted(renamed.get(name, name) for name in plan.helpers if any(f"{name}(" in text for text in texts))
     needs_os = any("os." in text for text in texts) and "os" not in imported_names(imports_in(body))
     return [
         *(["import os"] if needs_os else []),
