@@ -55,6 +55,47 @@ def test_ranks_wait_before_they_read_a_file_of_rank_0() -> None:
     assert "barrier" not in script_with_guarded_writes(script_with_cache)
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        "torch.save(x, path)",
+        'np.savez_compressed("x.npz", x)',
+        "os.makedirs(folder)",
+        "folder.mkdir(parents=True)",
+        "shutil.copyfile(one, other)",
+        "shutil.rmtree(folder)",
+    ],
+)
+def test_only_rank_0_writes_in_code_that_the_run_does_not_reach(write: str) -> None:
+    assert script_with_guarded_writes(f"{write}\n") == f"if dist.get_rank() == 0:\n    {write}\n"
+
+
+def test_only_rank_0_saves_in_a_try() -> None:
+    """All ranks may create the same folder, but not write the same file."""
+    save = "try:\n    torch.save(x, path)\nexcept OSError:\n    pass\n"
+    guarded_save = "try:\n    if dist.get_rank() == 0:\n        torch.save(x, path)\nexcept OSError:\n    pass\n"
+    assert script_with_guarded_writes(save) == guarded_save
+    for folder in (save.replace("torch.save(x, path)", "os.makedirs(path)"), "os.makedirs(path, exist_ok=True)\n"):
+        assert script_with_guarded_writes(folder) == folder
+
+
+@pytest.mark.parametrize(
+    ("bar", "expected"),
+    [
+        ("tqdm(loader)", "tqdm(loader, disable=HIDDEN)"),
+        ("tqdm()", "tqdm(disable=HIDDEN)"),
+        ("tqdm(x for x in y)", "tqdm((x for x in y), disable=HIDDEN)"),
+        ("tqdm((x for x in y))", "tqdm((x for x in y), disable=HIDDEN)"),
+        ("tqdm(\n    loader,\n    total=(3)  # why\n)", "tqdm(\n    loader,\n    total=(3), disable=HIDDEN  # why\n)"),
+        ("tqdm(\n    loader,  # why\n)", "tqdm(\n    loader, disable=HIDDEN  # why\n)"),
+        ("tqdm(\n    loader  # why\n    # not\n)", "tqdm(\n    loader, disable=HIDDEN  # why\n    # not\n)"),
+    ],
+)
+def test_progress_bar_is_hidden_on_other_ranks(bar: str, expected: str) -> None:
+    """A comment after the last argument is kept."""
+    assert script_with_guarded_writes(f"{bar}\n") == expected.replace("HIDDEN", "dist.get_rank() != 0") + "\n"
+
+
 def script_with_guarded_writes(script: str) -> str:
     """Return the script after its writes are limited to rank 0."""
     call = CallSite("train.py", (1, 0, 1, 1), "<module>")
