@@ -185,6 +185,27 @@ def test_backward_call_is_replaced(backward: str, expected: str) -> None:
     assert expected in plan_port(script, "accelerate").source.edited()
 
 
+@pytest.mark.parametrize(
+    ("backward", "expected"),
+    [
+        ("(0.5 * loss).backward()", "        loss = mean_over_ranks(loss, len(y))\n        (0.5 * loss).backward()\n"),
+        (
+            "(weight * loss).backward()",
+            "        loss = mean_over_ranks(loss, len(y))\n        (weight * loss).backward()\n",
+        ),
+        (
+            "(loss * weight / 2).backward()",
+            "        loss = mean_over_ranks(loss, len(y))\n        (loss * weight / 2).",
+        ),
+        ("(weight * error).backward()", "        (mean_over_ranks(weight * error, len(y))).backward()\n"),
+        ("(1 / loss).backward()", "        (mean_over_ranks(1 / loss, len(y))).backward()\n"),
+    ],
+)
+def test_factor_of_a_loss_is_not_taken_for_the_loss(backward: str, expected: str) -> None:
+    script = SCRIPT.replace("(loss / 2).backward()", backward).replace("if i % 2:", "while i % 2:")
+    assert expected in plan_port(script, "ddp").source.edited()
+
+
 def test_backward_with_positional_options_is_refused() -> None:
     """The error names the option, so that it can be passed by name."""
     with pytest.raises(NotPortedError, match="retain_graph"):
