@@ -60,3 +60,43 @@ def test_validation_in_the_training_loop_reads_the_part_of_each_rank() -> None:
     script = SCRIPT.replace("net.eval()", f"train(net, {loader}, opt)")
     facts = [fact(script, "loader", loader, id=7), fact(script, "pass", "enumerate(loader)", id=7)]
     assert f"train(net, split({loader}), opt)" in plan_port(script, "ddp", *facts).source.edited()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("noise = torch.randn(size, 8)", "noise = torch.randn(len(x), 8)"),
+        ("logits = logits.view(size * 2, -1)", "logits = logits.view(len(x) * 2, -1)"),
+        ("logits = logits.view(size * steps, -1)", "logits = logits.view(len(x) * steps, -1)"),
+        ("noise += torch.randn(size)", "noise += torch.randn(len(x))"),
+        ("first = logits[:size]", "first = logits[:len(x)]"),
+        ("total += loss.item() * size", "total += loss.item() * size"),
+        ("current = i * size + 1", "current = i * size + 1"),
+        ("print(i * size, f'{size}')", "print(i * size, f'{size}')"),
+        ("bar.update(size)", "bar.update(size)"),
+    ],
+)
+def test_batch_size_is_that_of_a_rank_only_in_sizes_of_tensors(line: str, expected: str) -> None:
+    assert f"        {expected}\n" in port_with_size("enumerate(loader)", "x", f"        {line}\n")
+
+
+@pytest.mark.parametrize(
+    "loop", ["tqdm(enumerate(loader))", "enumerate(tqdm(loader))", "tqdm(enumerate(loader), total=8)"]
+)
+def test_counter_of_a_loop_with_a_progress_bar_is_not_the_batch(loop: str) -> None:
+    assert "torch.zeros(len(x))" in port_with_size(loop, "x", "        zeros = torch.zeros(size)\n")
+
+
+def test_size_of_a_batch_in_a_dictionary_is_that_of_its_first_tensor() -> None:
+    lines = "        x, y = batch['image'], batch['label']\n        zeros = torch.zeros(size)\n"
+    assert "torch.zeros(len(batch['image']))" in port_with_size("enumerate(loader)", "batch", lines)
+
+
+def port_with_size(loop: str, batch: str, lines: str) -> str:
+    """Return the port of a script whose loader has the batch size `size`, with these lines in its loop."""
+    target = "(x, y)" if batch == "x" else batch
+    script = SCRIPT.replace("batch_size=4", "batch_size=size").replace(
+        "(x, y) in enumerate(loader):", f"{target} in {loop}:"
+    )
+    script = script.replace("        logits = model", f"{lines}        logits = model")
+    return plan_port(script, "ddp").source.edited()

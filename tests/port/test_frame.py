@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from test_idioms import SCRIPT, fact, plan_port
 
+from everyrank.port.source import NotPortedError
+
 SEED = "torch.manual_seed(0)"
 
 
@@ -77,3 +79,12 @@ def test_script_that_imports_the_modules_keeps_their_names() -> None:
     port = plan_port(script, "ddp").source.edited()
     assert "    random.seed(seed)\n" in port
     assert "    dist.all_reduce(sums)\n" in port
+
+
+@pytest.mark.parametrize("argument", ["sampler=SubsetRandomSampler(some)", "batch_sampler=batches"])
+def test_distributed_sampler_does_not_replace_a_custom_sampler(argument: str) -> None:
+    """The port would also train on the samples that the sampler leaves out, such as those of the validation."""
+    script = SCRIPT.replace("batch_size=4", argument)
+    sampler = argument.partition("(")[0].partition("=")[2] if "(" in argument else "RandomSampler"
+    with pytest.raises(NotPortedError, match="--sampler torch would read all"):
+        plan_port(script, "ddp", sampler="torch", loader={"sampler": sampler})

@@ -85,7 +85,12 @@ def fact(script: str, kind: str, *calls: str, **details: Any) -> Fact:
 
 
 def plan_port(
-    script: str, target: str, *other_facts: Fact, first_facts: Sequence[Fact] = (), **details: dict[str, Any]
+    script: str,
+    target: str,
+    *other_facts: Fact,
+    first_facts: Sequence[Fact] = (),
+    sampler: str = "batches",
+    **details: dict[str, Any],
 ) -> Plan:
     """Return the plan of a port, with facts as a run of the script reports them, and others before or after them."""
     train_call = next(line.strip() for line in script.splitlines() if line.strip().startswith("train("))
@@ -93,7 +98,12 @@ def plan_port(
     facts = [
         *first_facts,
         fact(script, "optimizer", "torch.optim.SGD(net.parameters(), lr=0.1)"),
-        fact(script, "loader", "DataLoader(data, batch_size=4)"),
+        fact(
+            script,
+            "loader",
+            re.findall(r"DataLoader\(data, [^()]*(?:\(.*?\))?\)", script)[0],
+            **details.get("loader", {}),
+        ),
         fact(script, "forward", "model(x.to(device))", train_call, **details.get("forward", {})),
         fact(script, "loss", "loss_of(logits, y)", train_call),
         fact(script, "backward", backward_call, train_call),
@@ -101,7 +111,7 @@ def plan_port(
         *other_facts,
     ]
     return edit_script(
-        ScriptFiles(Path("train.py"), script, target=target), facts, Choice("mean", "split", target=target)
+        ScriptFiles(Path("train.py"), script, target=target), facts, Choice("mean", "split", sampler, target)
     )
 
 

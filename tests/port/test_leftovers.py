@@ -28,6 +28,31 @@ def test_device_number_is_removed(name: str) -> None:
     assert plan_leftovers(f"model.to({name})\n").source.edited() == 'model.to("cuda")\n'
 
 
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ('device = torch.device("cuda", 0)', 'device = torch.device("cuda")'),
+        ('device = torch.device("cuda", args.gpu)', 'device = torch.device("cuda")'),
+        ("model.cuda(0)", 'model.cuda("cuda")'),
+        ("x.cuda(args.gpu, non_blocking=True)", 'x.cuda("cuda", non_blocking=True)'),
+        ("y.to(0)", 'y.to("cuda")'),
+        ("x.cuda(0); y.to('cuda:0')", 'x.cuda("cuda"); y.to("cuda")'),
+        ("x.cuda()", "x.cuda()"),
+        ("x.to(device)", "x.to(device)"),
+    ],
+)
+def test_device_that_is_a_number_is_replaced(code: str, expected: str) -> None:
+    """All ranks would use GPU 0."""
+    assert plan_leftovers(f"{code}\n").source.edited() == f"{expected}\n"
+
+
+def test_script_with_several_device_numbers_is_left_to_the_user() -> None:
+    script = "one.cuda(0)\nother.cuda(1)\n"
+    plan = plan_leftovers(script)
+    assert plan.source.edited() == script
+    assert [line for line, _ in plan.notes] == [2]
+
+
 def test_device_selection_runs_only_without_a_launcher() -> None:
     """The lines run only if no launcher has set RANK."""
     script = "torch.cuda.set_device(1)\nos.environ['CUDA_VISIBLE_DEVICES'] = gpu\n"

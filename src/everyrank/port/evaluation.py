@@ -212,6 +212,7 @@ def edit_evaluations(plan: Plan) -> None:
             and loader.is_inner
             and not loader.details["is_stream"]
             and loader.details["has_batches"]
+            and not (plan.choice.sampler == "torch" and plan.custom_sampler(loader))
         )
         if plan.choice.evaluation == "split" and are_sums:
             plan.helpers.add("add_over_ranks")

@@ -119,7 +119,7 @@ def port_script(
         facts = _observe(host, files)
         # fails here if the script cannot be edited, before anything is compared
         choices = _choices(facts, target)
-        _edit(files, facts, choices[0])
+        _edit(files, facts, dataclasses.replace(choices[0], sampler=sampler))
         say("running it in float64")
         imposed = dataclasses.replace(
             _IMPOSED,
