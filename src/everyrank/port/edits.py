@@ -53,7 +53,7 @@ _LOADERS = {
 
 
 def edit_script(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Plan:
-    """Edit the script as `choice` says; the result is in `Plan.source`. Raises `NotPortedError`."""
+    """Edit the script for a choice; the result is in `Plan.source`. Raises `NotPortedError`."""
     plan = Plan(files, list(facts), choice)
     refuse_distributed(plan)
     backwards = plan.of("backward")
