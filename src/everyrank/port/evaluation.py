@@ -43,7 +43,7 @@ def edit_counts(plan: Plan) -> None:
                     for inner in ast.walk(each):
                         if _is_length(plan, inner) and plan.once(inner, "count"):
                             _wrap(plan, inner)
-                if _is_mean(plan, each) and plan.once(each, "mean"):
+                if isinstance(each, ast.Call) and _is_mean(plan, each) and plan.once(each, "mean"):
                     _average(plan, each)
 
 
@@ -103,9 +103,9 @@ def _addition(plan: Plan, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
             return None
 
 
-def _is_mean(plan: Plan, node: ast.AST) -> bool:
+def _is_mean(plan: Plan, node: ast.Call) -> bool:
     """Whether an expression is a mean as a number: `x.mean().item()`, or an accuracy: `(a == b).float().mean()`."""
-    if not isinstance(node, ast.Call) or node.keywords:
+    if node.keywords:
         return False
     is_method = isinstance(node.func, ast.Attribute) and node.func.attr == "mean" and not node.args
     parent = plan.source.parents[node]
@@ -128,7 +128,7 @@ def _is_comparison(node: ast.AST) -> bool:
             return False
 
 
-def _average(plan: Plan, node: ast.AST) -> None:
+def _average(plan: Plan, node: ast.Call) -> None:
     """Average a printed mean over all ranks."""
     try:
         count = count_of_terms(plan, plan.source.statement(node))
