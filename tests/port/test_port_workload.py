@@ -602,8 +602,10 @@ for epoch in range(0, n, 2):
     scale = 1 / len(loader)
     total = 0.0
     for i, (inputs, targets) in enumerate(loader):
-        if is_short:
+        if is_short and i > 3:
             break
+        if is_short and epoch < 5:
+            inputs = inputs / 2
         if len(inputs) < 2:
             continue  # no batch
         output = model(inputs)
@@ -626,7 +628,7 @@ for epoch in range(0, n, 2):
 
 
 def test_lines_that_a_workload_does_not_have_are_noted(tmp_path: Path) -> None:
-    """Frozen parameters are in the file, and the number of epochs counts the step of the range."""
+    """Frozen parameters are in the file, a false part of a condition decides it, and the step of a range counts."""
     result = port_text_to_workload(tmp_path, LINES_LEFT_OUT)
     assert result.comparison.is_equal, result.difference
     for expected_code in ("parameter.requires_grad = False", "epochs=3,", "cross_entropy(output, targets) * scale"):

@@ -218,8 +218,8 @@ def _loss_expression(node: ast.Call) -> ast.expr:
 def _after(
     script: Script, body: list[ast.stmt], value: ast.expr, call: ast.Call
 ) -> tuple[str, list[str], set[str], int]:
-    """Return the name of the model's output, the statements from it to the loss, the names that these need of the
-    batch, and the index of the model's call in `body`.
+    """Return the name of the model's output, the statements from it to the loss, the names that they read, and the
+    index of the model's call in `body`.
     """
     needed = loaded_names(ast.parse(script.rendered(value, {call: "output"}), mode="eval")) - {"output"}
     call_index = next(

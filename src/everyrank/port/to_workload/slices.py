@@ -313,6 +313,13 @@ def root_name(node: ast.AST) -> str:
 
 def decided(test: ast.expr, values: dict[str, list[Any]]) -> bool | None:
     """Evaluate a condition from recorded values; None if they do not determine it."""
+    if isinstance(test, ast.BoolOp):  # one false part of `and` is enough, and one true part of `or`
+        deciding = isinstance(test.op, ast.Or)
+        parts = [decided(part, values) for part in test.values]
+        return deciding if deciding in parts else None if None in parts else not deciding
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        is_true = decided(test.operand, values)
+        return None if is_true is None else not is_true
     if not all(isinstance(node, _TESTS) for node in ast.walk(test)):
         return None
     env: dict[str, Any] = {"__name__": "__main__"}
