@@ -13,7 +13,9 @@ from everyrank.cli import main
 from everyrank.commands.port_workload import verify_file
 from everyrank.port import NotPortedError, WorkloadResult, port_to_workload
 from everyrank.port.source import ScriptSource
-from everyrank.port.to_workload.workload_file import _chooses_imports, _undivided, is_importable
+from everyrank.port.to_workload.definitions import _chooses_imports
+from everyrank.port.to_workload.importable import is_importable
+from everyrank.port.to_workload.workload_file import _undivided
 from scripts_to_port import (
     CARRIED_STATE_WITH_LOADER_SCRIPT,
     CROSS_VALIDATION_SCRIPT,

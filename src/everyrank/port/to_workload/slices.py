@@ -25,6 +25,7 @@ __all__ = [
     "bound_names",
     "loaded_names",
     "mutated_names",
+    "nodes_in",
     "object_changed_by",
     "read_names",
     "root_name",
@@ -179,6 +180,11 @@ def loaded_names(tree: ast.AST) -> set[str]:
             inner_names |= _bound_within(node)
     loads = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
     return loads - inner_names
+
+
+def nodes_in(nodes: Sequence[ast.AST]) -> list[ast.AST]:
+    """Return all nodes in several nodes."""
+    return [each for node in nodes for each in ast.walk(node)]
 
 
 def read_names(statements: Iterable[ast.stmt], bound: Iterable[str] = ()) -> set[str]:
