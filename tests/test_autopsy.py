@@ -27,7 +27,7 @@ from everyrank.cli import main
 from everyrank.errors import RankFailedError
 from everyrank.launch import Launch, RankInfo, run_ranks
 from everyrank.launch.autopsy import hang_autopsy
-from everyrank.launch.autopsy.rank_views import RankView, read_rank_views
+from everyrank.launch.autopsy.rank_views import RankView, last_frames, read_rank_views
 from everyrank.launch.autopsy.verdict import verdict
 from everyrank.launch.host_info import pid_namespace, start_time
 from everyrank.world import calls as recorder
@@ -291,6 +291,22 @@ def test_abort_of_a_rank_on_another_host(tmp_path: Path) -> None:
         f"Fatal Python error: Aborted\n\nThread 0x{17:x} (most recent call first):\n{frames}"
     )
     assert re.search(r"rank 0 was aborted by a C library: .* train\.py:265", str(hang_autopsy(tmp_path, 0.1)))
+
+
+def test_abort_of_a_data_loader_worker_is_not_that_of_its_rank(tmp_path: Path) -> None:
+    """The worker, a fork, writes to the file of its rank. The rank continued, and was killed later."""
+    state = {"job": "x", "rank": 0, "size": 1, "host": "far", "space": "another", "pid": 4, "began": 1.0, "main": 17}
+    (tmp_path / "rank0.state").write_text(json.dumps(state))
+    frames = '  File "/home/me/data.py", line 3 in load\n'
+    (tmp_path / "rank0.stacks").write_text(f"Fatal Python error: Segmentation fault\n\nThread 0x{17:x} (most\n{frames}")
+    (tmp_path / "rank0.seen").write_text(
+        json.dumps({"time": time.time(), "frames": [["/home/me/train.py", 9, "main"]]})
+    )
+    assert last_frames(tmp_path, 0)[0] == [("/home/me/data.py", 3, "load")]
+    earlier = time.time() - 60.0
+    os.utime(tmp_path / "rank0.stacks", (earlier, earlier))
+    assert last_frames(tmp_path, 0)[0] == [("/home/me/train.py", 9, "main")]
+    assert "aborted" not in str(hang_autopsy(tmp_path, timeout_seconds=0.1))
 
 
 TIMED_OUT = "RankFailedError: shm all_reduce timed out after 8 s (--timeout): rank 1 did not come"

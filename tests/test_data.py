@@ -23,8 +23,10 @@ from everyrank.data import (
     updates_per_epoch,
 )
 from everyrank.data.loader import map_tensors
-from everyrank.data.order import epoch_order
+from everyrank.data.order import drawn_order, epoch_order, shard_order
+from everyrank.data.parts import parts_for_updates, weights_of
 from everyrank.data.seeds import mix
+from everyrank.errors import WorkloadError
 from everyrank.world import World
 
 
@@ -46,12 +48,48 @@ def test_no_micro_batch_is_empty(total: int, accumulate: int) -> None:
     assert len(parts) == min(total, accumulate)
 
 
+class Files(zoo.Points):
+    """Points in two files."""
+
+    shard_sizes = (10, 11)
+
+
+@pytest.mark.parametrize(("count", "accumulate", "batch"), list(itertools.product((1, 2, 3, 5), (1, 4, 7), (2, 5, 16))))
+def test_each_micro_batch_of_shards_has_a_sample_on_some_rank(count: int, accumulate: int, batch: int) -> None:
+    """Otherwise batch norm has nothing to normalise in the last update of an epoch."""
+    workload = dataclasses.replace(zoo.workload("frozen"), order="shard", global_batch=batch)
+    updates = list(all_updates(2 * updates_per_epoch(21, batch), updates_per_epoch(21, batch)))
+    parts_by_rank = [
+        list(parts_for_updates(workload, Files(21), updates, Slice(rank, count), accumulate, False))
+        for rank in range(count)
+    ]
+    for parts_of_update in zip(*parts_by_rank, strict=True):
+        assert all(any(part.size for part in micro_batch) for micro_batch in zip(*parts_of_update, strict=True))
+    read = [sample for parts in itertools.chain(*parts_by_rank) for p in parts for sample in p.keys.samples[: p.size]]
+    assert sorted(read) == sorted([*range(21)] * 2)
+
+
 def test_epoch_order_equals_that_of_distributed_sampler() -> None:
     """The permutation is that of torch's `DistributedSampler` with the same seed and epoch."""
     sampler: Any = torch.utils.data.DistributedSampler(range(10), num_replicas=1, rank=0, seed=3)
     sampler.set_epoch(4)
     assert epoch_order(10, seed=3, epoch=4).tolist() == list(sampler)
     assert epoch_order(10, 3, 4).tolist() != epoch_order(10, 3, 5).tolist()
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        epoch_order,
+        lambda length, seed, epoch: shard_order([length], seed, epoch),
+        lambda length, seed, epoch: drawn_order(torch.ones(length), seed, epoch),
+    ],
+)
+def test_largest_seed_has_an_order_in_every_epoch(order: Any) -> None:
+    """A seed above 64 bits counts from 0 again. Negative seeds stay torch's."""
+    assert order(50, 2**64 - 1, 1).tolist() == order(50, 0, 0).tolist()
+    assert order(50, 2**64 - 3, 2).tolist() == order(50, 2**64 - 1, 0).tolist()
+    assert order(50, -(2**63), 1).tolist() == order(50, -(2**63) + 1, 0).tolist()
 
 
 def test_updates_and_samples_per_epoch() -> None:
@@ -154,6 +192,40 @@ def test_map_tensors_keeps_structures() -> None:
     assert changed["d"].left.item() == 2
 
 
+def test_map_tensors_keeps_subclasses_of_dict() -> None:
+    """Libraries return dicts with attributes, and `UserDict`, whose tensors must move to the device, too."""
+    from collections import OrderedDict, UserDict, defaultdict
+
+    class Output(OrderedDict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            super().__setitem__(key, value)
+            super().__setattr__(key, value)
+
+    class Encoding(UserDict[str, Any]):
+        pass
+
+    original = torch.ones(1)
+    for kind in (Output, Encoding, OrderedDict, lambda **items: defaultdict(list, items)):
+        value: Any = kind(ids=original, more=kind(ids=original))
+        changed = map_tensors(value, lambda tensor: tensor + 1)
+        assert type(changed) is type(value)
+        assert changed["ids"].item() == changed["more"]["ids"].item() == 2
+        assert value["ids"] is value["more"]["ids"] is original
+    assert map_tensors(Output(ids=original), lambda tensor: tensor + 1).ids.item() == 2
+    assert map_tensors(defaultdict(list), lambda tensor: tensor)["new"] == []
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_map_tensors_moves_a_packed_sequence(is_sorted: bool) -> None:
+    """Its batch sizes stay on the CPU."""
+    rows = [torch.ones(3, 2), torch.ones(1, 2)][:: 1 if is_sorted else -1]
+    packed = torch.nn.utils.rnn.pack_sequence(rows, enforce_sorted=is_sorted)
+    moved = map_tensors(packed, lambda tensor: tensor.to("meta"))
+    assert moved.data.device.type == "meta"
+    assert moved.batch_sizes.tolist() == [2, 1, 1]
+    assert is_sorted or moved.sorted_indices.device.type == moved.unsorted_indices.device.type == "meta"
+
+
 class Noisy(TensorDataset):
     """A TensorDataset whose `__getitem__` adds random noise."""
 
@@ -212,6 +284,42 @@ def test_custom_collate_gets_a_list_of_samples() -> None:
     batches = batches_of_one_epoch(dataset, 0, collate)
     assert [index for _, targets in batches for index in targets] == epoch_order(10, 0, 0).tolist()
     assert torch.equal(batches[0][0], dataset.tensors[0][batches[0][1]] + 1)
+
+
+@pytest.mark.parametrize("collate", [None, lambda samples: torch.stack([row for (row,) in samples])])
+def test_batch_that_is_no_pair_names_its_data(collate: Any) -> None:
+    """A wrong evaluation sample is not reported as one of train_data."""
+    dataset = TensorDataset(torch.ones(12, 3))
+    workload = dataclasses.replace(zoo.workload("frozen"), global_batch=4, collate=collate)
+    world = World(0, 1, 0, 1, torch.device("cpu"), "gloo", 1, 0, 60.0, None, None)  # type: ignore[arg-type]
+    start = "collate: the batch that it returns for {}" if collate else "{}: a sample"
+    with pytest.raises(WorkloadError, match=start.format("train_data") + " must be"):
+        batches_of_one_epoch(dataset, 0, collate)
+    with pytest.raises(WorkloadError, match=start.format("eval_data") + " must be"):
+        list(batches_for_evaluation(workload, dataset, Slice(0, 1), world, torch.float32))
+    with pytest.raises(WorkloadError, match=start.format("train_data") + " must be"):
+        list(batches_for_evaluation(workload, dataset, Slice(0, 1), world, torch.float32, "train_data"))
+
+
+@dataclasses.dataclass
+class Weights:
+    """A callable that cannot be hashed."""
+
+    first: float
+    calls: int = 0
+
+    def __call__(self) -> list[float]:
+        self.calls += 1
+        return [self.first, 1.0]
+
+
+def test_weights_of_an_object_that_cannot_be_hashed() -> None:
+    """They are cached by identity, not by value."""
+    weights, equal = Weights(3.0), Weights(3.0)
+    assert [weights_of(weights, 2).tolist() for _ in range(3)] == [[3.0, 1.0]] * 3
+    assert weights.calls == 1
+    weights_of(equal, 2)
+    assert equal.calls == 1
 
 
 def test_updates_are_created_lazily() -> None:

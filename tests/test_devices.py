@@ -127,6 +127,10 @@ def test_layouts_that_gloo_cannot_run_on_cuda_tensors_are_refused(layout: str) -
     with pytest.raises(CannotRunError, match="for CUDA tensors") if is_refused else contextlib.nullcontext():
         _check_backend_support(parse_layout(layout), world_on_one_gpu(4))
     _check_backend_support(parse_layout(layout), world_on_one_gpu(4, "nccl"))
+
+
+def test_every_strategy_is_supported_or_unsupported() -> None:
+    """Horovod has its own communication."""
     assert {parse_layout(text).strategy for text in (*SUPPORTED, *UNSUPPORTED)} | {"horovod"} == STRATEGIES.keys()
 
 

@@ -165,7 +165,7 @@ def hang_files() -> dict[str, Any]:
         files[f"rank{rank}.state"] = state(rank, 999_999_99, 1.0)
         files[f"rank{rank}.seen"] = {"time": 2.0, "frames": frames, "calls": collectives}
         files[f"rank{rank}.answer"] = {"question": "q", "time": 3.0, "frames": frames, "calls": collectives}
-    files["rank1.answer"] |= {"raised": "RuntimeError: Connection closed by peer"}
+    files["rank1.answer"] |= {"raised": "RuntimeError: [/gloo/pair.cc:547] Connection closed by peer"}
     return files
 
 

@@ -22,6 +22,8 @@ from everyrank.launch import (
     RankInfo,
     find_launcher,
     launchers,
+    mpi,
+    processes,
     ray,
     run_ranks,
     slurm,
@@ -35,6 +37,7 @@ from everyrank.launch.job import WORKER
 from everyrank.launch.launcher import Launcher, LauncherOptions
 from everyrank.launch.node import main as node_main
 from everyrank.options import Argument
+from everyrank.script.variables import rank_variables
 
 PACKAGE = Path(everyrank.__file__).parent
 LOOKUP_METHODS = ("get", "pop", "startswith", "endswith", "removeprefix")
@@ -192,6 +195,15 @@ def test_launcher_that_cannot_start_ranks_is_refused(monkeypatch: pytest.MonkeyP
         Launch("ray", processes=2, nodes=2)
 
 
+def test_launcher_whose_program_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher without a `find` method looks for its program."""
+    monkeypatch.setattr(Toy, "install_hint", "apt install toyrun")
+    with pytest.raises(CannotRunError, match="--launcher toy: toyrun was not found on PATH; apt install toyrun"):
+        TOY.find()
+    monkeypatch.setattr(Toy, "program", "sh")
+    assert Path(TOY.find()).is_file()
+
+
 def test_launch_in_a_shell_started_by_srun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shell has the variables of a rank. The error says which variable to unset."""
     shell_variables = {
@@ -249,9 +261,11 @@ def add_launcher(monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> None:
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add a new launcher, `toy`, which starts its ranks like spawn."""
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Add a new launcher, `toy`, which starts its ranks like spawn, and put its program on PATH."""
     add_launcher(monkeypatch, TOY)
+    (tmp_path / "toyrun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
 
 def test_example_launcher_in_contributing_md_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,3 +361,30 @@ def test_elastic_options_of_torchrun_create_a_store_for_each_start() -> None:
     ):
         expected = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if is_elastic else {}
         assert (options.is_elastic, options.variables) == (is_elastic, expected), kind
+
+
+def test_programs_that_do_not_answer_or_start_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example sbatch while the controller of Slurm is down, or the mpirun of a different architecture."""
+    monkeypatch.setattr(launcher_table, "_ANSWER_SECONDS", 0.1)
+    with pytest.raises(CannotRunError, match=r"^sleep 60: it did not end within 0\.1 s; "):
+        launcher_table.run_program("sleep", "60")
+    (tmp_path / "mpirun").write_bytes(b"\x7fELF")
+    (tmp_path / "mpirun").chmod(0o755)
+    with pytest.raises(CannotRunError, match=r"mpirun --version: Exec format error; "):
+        mpi._is_open_mpi(str(tmp_path / "mpirun"))
+
+
+def test_job_named_by_its_rendezvous_is_not_unique(tmp_path: Path) -> None:
+    """Files of an earlier start with the same --rendezvous and --logs are then told apart by their times."""
+    for nodes, is_unique in ((1, True), (2, False)):
+        launch = Launch(processes=2, nodes=nodes, node_rank=0, rendezvous="n1:29500")
+        assert processes._job(launch, b"", "torch", tmp_path, tmp_path).is_name_unique is is_unique
+
+
+def test_node_of_a_cyclic_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun --distribution=cyclic` on two nodes: ranks 0 and 2 are on the first."""
+    for rank in range(4):
+        monkeypatch.setenv("SLURM_NODEID", str(rank % 2))
+        monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
+        variables = rank_variables(RankInfo(rank, rank // 2, 4, 2, "slurm", "tcp://n1:29500"), 5.0)
+        assert (variables["GROUP_RANK"], variables["GROUP_WORLD_SIZE"]) == (str(rank % 2), "2")

@@ -144,14 +144,23 @@ def test_settings_of_torch_are_restored(monkeypatch: pytest.MonkeyPatch) -> None
 
     from everyrank.train.rank import chosen_kernels
 
-    def settings() -> tuple[bool, bool, bool]:
-        fills = torch.utils.deterministic.fill_uninitialized_memory
-        return torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, fills
+    def settings() -> tuple[bool, bool, bool, bool]:
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.backends.cudnn.benchmark,
+            torch.utils.deterministic.fill_uninitialized_memory,
+        )
 
-    previous_settings = settings()
-    with chosen_kernels(TrainOptions(deterministic=True), torch.device("cpu")):
-        assert settings() == (True, False, False)
-    assert settings() == previous_settings
+    for is_enabled, warn_only in ((True, True), (True, False), (False, False)):
+        torch.use_deterministic_algorithms(is_enabled, warn_only=warn_only)
+        previous_settings = settings()
+        with chosen_kernels(TrainOptions(deterministic=True), torch.device("cpu")):
+            assert settings() == (True, False, False, False)
+        assert settings() == previous_settings
+        with chosen_kernels(TrainOptions(), torch.device("cpu")):
+            assert settings() == previous_settings
+        assert settings() == previous_settings
     both = TrainOptions(deterministic=True, cudnn_benchmark=True)
     with pytest.raises(UsageError, match="give one"), chosen_kernels(both, torch.device("cpu")):
         pass

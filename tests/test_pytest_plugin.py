@@ -6,9 +6,18 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from everyrank.errors import UsageError
+from everyrank.launch.zygote import Zygote
+from everyrank.pytest_plugin import Ranks
+from launching import SRUN
+from processes import rank_environment
+
+FIRST_TASK = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 
 SUITE = """
 import time
@@ -160,3 +169,25 @@ def test_failures_and_skips_of_ranks_are_those_of_the_test(suite: str, name: str
 def test_failure_messages_have_cause_line_and_output(suite: str, message: str) -> None:
     """The messages have the cause with its line, the output of the ranks, and an explanation of a hang."""
     assert message in suite
+
+
+@pytest.mark.parametrize(
+    ("environment", "hint"),
+    [
+        (rank_environment(0, "29500", 1), "start pytest without a launcher"),
+        (SRUN | {"SLURM_NTASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"} | FIRST_TASK, "unset SLURM_STEP_ID"),
+    ],
+)
+def test_pytest_under_a_launcher_does_not_pass_on_one_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str], hint: str
+) -> None:
+    """In a shell of `srun --pty`, or under torchrun, this process is a rank, and two ranks cannot be started."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    zygote = Zygote(())
+    with pytest.raises(UsageError, match=f"this pytest is rank 0 of 1.*{hint}"):
+        Ranks(zygote, 2, backend=None).run(lambda: None)
+    assert os.environ == before
+    assert zygote.process is None

@@ -7,8 +7,12 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
+import threading
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +20,14 @@ from typing import Any
 import pytest
 
 from everyrank.errors import RankFailedError
-from everyrank.launch import RankInfo
-from everyrank.script import read_command, watching
-from everyrank.script.command import can_preload_torch
+from everyrank.launch import Launch, RankInfo
+from everyrank.script import rank, read_command, start, variables, watching
+from everyrank.script.command import can_preload_torch, imports_horovod
 from everyrank.script.variables import rank_variables
 from processes import Cli, refusal_message
 
 SCRIPT = """
-import json, os, signal, sys, time
+import atexit, json, os, signal, sys, time
 import torch
 import torch.distributed as dist
 
@@ -54,6 +58,7 @@ if __name__ == "__main__":
     mode = sys.argv[1]
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    atexit.register(lambda: open(f"ended{rank}", "w").close())
     print(f"rank {rank} of {dist.get_world_size()}, {sys.argv[1:]}", flush=True)
     if mode == "signal":
         def save(number, _):
@@ -108,7 +113,10 @@ def test_launch_runs_a_torchrun_script(cli: Cli, tmp_path: Path, train: Path) ->
 )
 @pytest.mark.usefixtures("train")
 def test_launch_names_the_rank_and_line_that_failed_first(cli: Cli, tmp_path: Path, mode: str, cause: str) -> None:
-    """The error names the failed rank and its line, not a rank that lost its peer. No process is left."""
+    """The error names the failed rank and its line, not a rank that lost its peer. No process is left.
+
+    Exit functions of the script run as under Python.
+    """
     running = cli.start(tmp_path, "launch", "--processes", 2, "train.py", mode)
     status, _, err = running.end()
     assert status == 4
@@ -116,6 +124,7 @@ def test_launch_names_the_rank_and_line_that_failed_first(cli: Cli, tmp_path: Pa
     assert "everyrank: rank 1 of 2 on " in last_line, err
     assert cause in last_line
     assert line_of(mode) in last_line
+    assert (tmp_path / "ended1").exists() is (mode not in ("exit now", "segfault"))
     assert running.remaining_processes() == {}
 
 
@@ -241,7 +250,7 @@ def test_watched_ranks_of_one_host_have_the_same_folder(
 ) -> None:
     """The parent process distinguishes the starts of a launcher, but not ranks that a user starts one by one."""
     parents = map(str, itertools.count())
-    monkeypatch.setattr(watching, "_launcher_process", lambda _: next(parents))
+    monkeypatch.setattr(watching, "launcher_process", lambda _: next(parents))
     ranks = [watching._run_from_environment({**environment, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
     runs = [run for run in ranks if run is not None]
     assert [(run.rank, run.size, run.is_one_host) for run in runs] == [(0, 2, True), (1, 2, True)]
@@ -286,7 +295,7 @@ def test_watched_ranks_without_launcher_find_each_other_by_their_store(
 ) -> None:
     """Ranks that call `init_process_group(init_method="tcp://...")` have different parents, or different hosts."""
     parents = map(str, itertools.count())
-    monkeypatch.setattr(watching, "_launcher_process", lambda _: next(parents))
+    monkeypatch.setattr(watching, "launcher_process", lambda _: next(parents))
     runs = [watching._run_of_group(store.group(rank)) for rank in range(2)]
     assert (runs[0].key == runs[1].key) is has_address
     assert (runs[0].is_one_host, runs[0].is_unique) == (is_one_host, not has_address)
@@ -367,6 +376,90 @@ def test_torch_is_not_preloaded_if_the_script_sets_variables_first(tmp_path: Pat
     assert can_preload_torch(read_command([str(tmp_path / "script.py")])) is expected
 
 
+LIKE_PYTHON = """
+import dataclasses, sys
+import neighbour
+
+@dataclasses.dataclass
+class Config:
+    rate: float = 0.1
+
+print(__file__, sys.path[0], sys.argv, [field.type for field in dataclasses.fields(Config)])
+"""
+
+
+def test_script_runs_as_under_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script that is a symlink imports its neighbours. `__file__` is absolute, and annotations are not strings."""
+    for name in ("real", "links"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "real" / "neighbour.py").touch()
+    (tmp_path / "real" / "train.py").write_text(LIKE_PYTHON)
+    (tmp_path / "links" / "train.py").symlink_to(tmp_path / "real" / "train.py")
+    monkeypatch.chdir(tmp_path / "links")
+    expected = subprocess.run([sys.executable, "train.py", "-x"], capture_output=True, text=True, check=True).stdout
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    read_command(["train.py", "-x"]).run()
+    sys.modules.pop("neighbour")
+    assert capsys.readouterr().out == expected
+    assert f"{tmp_path}/links/train.py {tmp_path}/real " in expected
+
+
+def test_script_is_checked_without_its_warnings(tmp_path: Path) -> None:
+    """Each rank shows the warnings of the script. The checks before it would repeat them, without a file name."""
+    (tmp_path / "script.py").write_text("import re\nre.compile('\\d')\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        command = read_command([str(tmp_path / "script.py")])
+        assert not imports_horovod(command)
+        assert not can_preload_torch(command)
+
+
+def test_exit_functions_that_wait_do_not_hide_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may wait for other ranks, which wait for this one."""
+    is_reported, errors = threading.Event(), list[BaseException]()
+
+    def fail(error: BaseException) -> None:
+        errors.append(error)
+        is_reported.set()
+
+    monkeypatch.setattr(rank, "_EXIT_SECONDS", 0.01)
+    monkeypatch.setattr(rank, "atexit", SimpleNamespace(_run_exitfuncs=lambda: is_reported.wait(60.0)))
+    cause = ValueError("a broken image")
+    rank._run_exit_functions(RankInfo(0, 0, 2, 2, "spawn", "", fail=fail), cause)
+    assert errors == [cause]
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(None, 0), (False, 0), (256, 0), (3, 3), (True, 1), (-1, 255), ("no data", 1), (0.0, 1)]
+)
+def test_status_of_sys_exit_is_that_of_python(code: Any, status: int) -> None:
+    """`sys.exit` takes numbers, of which the parent process gets eight bits, and texts."""
+    if status == 0:
+        rank._check_status(SystemExit(code))
+        return
+    with pytest.raises(RankFailedError, match=f"exited with status {status}(: {code})?$"):
+        rank._check_status(SystemExit(code))
+
+
+@pytest.mark.parametrize(
+    ("launch", "module"),
+    [
+        (Launch(processes=2), "preloaded"),
+        (Launch(processes=1), "rank"),
+        (Launch(processes=2, nodes=2, node_rank=0, rendezvous="n0:29500"), "rank"),
+        (Launch("mpi", processes=2), "rank"),  # has no fork server, and may start one rank on each host
+    ],
+)
+def test_only_rank_of_a_host_imports_torch_with_all_threads(tmp_path: Path, launch: Launch, module: str) -> None:
+    """Under everyrank's OMP_NUM_THREADS=1, torch would compute with one thread. torchrun leaves the cores to it."""
+    (tmp_path / "script.py").write_text("import torch\n")
+    assert start._module_of_ranks(launch, read_command([str(tmp_path / "script.py")])) == module
+
+
 def test_rank_variables_for_file_and_tcp_rendezvous(tmp_path: Path) -> None:
     """With a file rendezvous, rank 0 reserves a port and the other ranks read it. A launcher's TCP address is kept."""
     url = (tmp_path / "rendezvous").as_uri()
@@ -380,6 +473,41 @@ def test_rank_variables_for_file_and_tcp_rendezvous(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with pytest.raises(RankFailedError, match=r"rank 0 .* within 0\.1 s"):
         rank_variables(RankInfo(1, 1, 2, 2, "spawn", (tmp_path / "other" / "rendezvous").as_uri()), 0.1)
+
+
+def test_ranks_do_not_read_the_address_of_an_earlier_start(tmp_path: Path) -> None:
+    """All starts of mpirun and srun on a host have one folder. In one start, several scripts may run in turn."""
+
+    def port_of(rank: int, start: str, timeout_seconds: float = 0.1) -> str:
+        url = (tmp_path / f"meeting-{start}").as_uri()
+        return rank_variables(RankInfo(rank, rank, 2, 2, "mpi", url), timeout_seconds)["MASTER_PORT"]
+
+    first = port_of(0, "first")
+    with pytest.raises(RankFailedError, match="did not publish its address"):
+        port_of(1, "second")
+    assert port_of(1, "first") == first
+    with pytest.raises(RankFailedError, match="did not publish its address"):
+        port_of(1, "first")
+    second_script = port_of(0, "first")
+    assert port_of(1, "first") == second_script
+    for path in tmp_path.iterdir():
+        os.utime(path, (time.time() - 2 * 86_400,) * 2)
+    port_of(0, "third")
+    assert [path.name for path in tmp_path.iterdir()] == ["meeting-third.address"]
+
+
+@pytest.mark.parametrize("is_same_host", [True, False])
+def test_host_of_rank_0_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_same_host: bool) -> None:
+    """In a container that has only a loopback interface, the ranks of several simulated nodes meet there."""
+    monkeypatch.setattr(variables, "usable_interfaces", lambda: {"lo": "127.0.0.1"})
+    url = "meet://" + str(tmp_path / "address")
+    assert rank_variables(RankInfo(0, 0, 2, 1, "ray", url), 5.0)["MASTER_ADDR"] == "127.0.0.1"
+    if is_same_host:
+        assert rank_variables(RankInfo(1, 0, 2, 1, "ray", url), 5.0)["MASTER_ADDR"] == "127.0.0.1"
+    else:
+        monkeypatch.setattr(variables, "boot_id", lambda: "a different host")
+        with pytest.raises(RankFailedError, match="the host of rank 0 has no network interface"):
+            rank_variables(RankInfo(1, 0, 2, 1, "ray", url), 5.0)
 
 
 def test_launch_runs_a_module(cli: Cli, tmp_path: Path) -> None:

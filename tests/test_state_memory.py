@@ -138,6 +138,30 @@ def test_memory_limit_of_a_container_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("limits", "gibibytes"),
+    [
+        ({"memory.max": 2}, 2 + 8),
+        ({"memory.max": 2, "memory.swap.max": 0}, 2),
+        ({"memory.max": 2, "memory.swap.max": 3}, 2 + 3),
+        ({"memory/memory.limit_in_bytes": 2, "memory/memory.memsw.limit_in_bytes": 4}, 4),
+        ({"memory/memory.limit_in_bytes": 2, "memory/memory.memsw.limit_in_bytes": 2**30}, 2 + 8),
+        ({}, 16 + 8),
+    ],
+    ids=str,
+)
+def test_swap_limit_of_a_container_is_used(tmp_path: Path, limits: dict[str, int], gibibytes: int) -> None:
+    """A container may have no swap on a host that has some; then the kernel kills at the limit of the memory."""
+    (tmp_path / "sys/fs/cgroup/memory").mkdir(parents=True)
+    for name, limit in limits.items():
+        (tmp_path / "sys/fs/cgroup" / name).write_text(f"{limit * 2**30}\n")
+    with (
+        mock.patch("psutil.virtual_memory", return_value=mock.Mock(total=16 * 2**30)),
+        mock.patch("psutil.swap_memory", return_value=mock.Mock(total=8 * 2**30)),
+    ):
+        assert host_memory_bytes(tmp_path) == gibibytes * 2**30
+
+
+@pytest.mark.parametrize(
     ("command", "function", "error"),
     [
         ("train digits", "run", RankFailedError),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 from unittest import mock
 
@@ -207,6 +208,7 @@ class _AnyNumber(nn.Module):
         (_Positional(), [1, 2], (1, 2)),
         (_Positional(), (1, 2, 3), ((1, 2, 3), None)),
         (_Positional(), {"x": 1, "y": 2}, (1, 2)),
+        (_Positional(), UserDict({"x": 1, "y": 2}), (1, 2)),
         (_Positional(), {"x": 1, "z": 2}, ({"x": 1, "z": 2}, None)),
         (_WithKeywords(), (1, 2), ((1, 2), {"scale": 1.0})),
         (_WithKeywords(), {"x": 1, "z": 2}, (1, {"scale": 1.0, "z": 2})),

@@ -362,6 +362,23 @@ def test_micro_batches_have_even_sizes() -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
+def test_stream_that_gives_no_sample_to_the_first_micro_batch_is_not_empty() -> None:
+    """The dummy sample is then the first one of the stream, which a later micro-batch still reads."""
+    workload = workload_of(model=build, global_batch=4)
+    data = UnevenStreams(None, [Points(number, 8) for number in range(3)], None, True)
+    for first_epoch in (0, 1):  # a training may begin or resume in any epoch
+        reader = UnevenReader(data, workload, Slice(1, 2), 2)
+        keys = [UnevenKeys(first_epoch, update, part) for update in range(8) for part in range(2)]
+        read = [reader.__getitems__(key) for key in keys]
+        assert [size for size, _, _ in read] == [0, 1] * 8
+        assert all(len(samples) == 1 for _, samples, _ in read)
+        assert torch.equal(read[0][1][0][0], read[1][1][0][0])
+        assert len({float(samples[0][0][0]) for size, samples, _ in read if size}) == 8
+    whole = UnevenReader(data, workload, Slice(2, 3), 1)
+    expected = [whole.__getitems__(UnevenKeys(1, update, 0))[1][0][0] for update in range(8)]
+    assert torch.equal(torch.stack([samples[0][0] for size, samples, _ in read if size]), torch.stack(expected))
+
+
 def flat(row: list[range]) -> list[int]:
     return [position for part in row for position in part]
 

@@ -15,6 +15,7 @@ from everyrank.data import Batch
 from everyrank.errors import UsageError, WorkloadError
 from everyrank.parallel.loss import evaluate_batch
 from everyrank.workload import BUILT_IN, Source, load, parse_settings
+from everyrank.workload.scan import defines
 
 FINISHED = """
 from everyrank import Workload
@@ -98,6 +99,8 @@ def test_six_fields_are_required(name: str) -> None:
     [
         ({"name": ""}, ["name=''"]),
         ({"name": "two\nlines"}, ["name="]),
+        ({"name": "a\u200bb"}, ["name='a\\u200bb'", "printable"]),
+        ({"name": "a\x7f"}, ["name='a\\x7f'", "printable"]),
         ({"model": 3}, ["model=3", "function"]),
         ({"model": None}, ["model=None", "function"]),
         ({"train_data": [1, 2]}, ["train_data", "function"]),
@@ -107,6 +110,10 @@ def test_six_fields_are_required(name: str) -> None:
         ({"collate": 3}, ["collate=3", "function"]),
         ({"schedule": 3}, ["schedule=3", "function"]),
         ({"metrics": {"top1": 3}}, ["top1", "function"]),
+        ({"metrics": {1: nothing}}, ["metrics", "name 1 must be printable text"]),
+        ({"metrics": {"": nothing}}, ["metrics", "name '' must be printable text"]),
+        ({"derived": {("a", "b"): nothing}}, ["derived", "name ('a', 'b') must be printable text"]),
+        ({"derived": {"two\nlines": nothing}}, ["derived", "printable text"]),
         ({"global_batch": 0}, ["global_batch=0", "at least 1"]),
         ({"global_batch": -4}, ["global_batch=-4", "at least 1"]),
         ({"global_batch": 2.5}, ["global_batch=2.5", "whole number"]),
@@ -288,6 +295,47 @@ def test_file_with_workloads_of_other_names(tmp_path: Path) -> None:
         find_workload(f"{path}:nosuch")
 
 
+def test_misspelt_name_of_a_workload_function(tmp_path: Path) -> None:
+    """A file with a function that builds a workload is not called a plain script."""
+    path = write(tmp_path / "d.py", FACTORY)
+    with pytest.raises(WorkloadError, match=r"defines no `wrkload`. It defines workload: write d\.py:workload"):
+        find_workload(f"{path}:wrkload")
+    path = write(tmp_path / "e.py", "import d\n\ndef workload():\n    return d.workload()\n")
+    with pytest.raises(WorkloadError, match=r"It defines workload: write e\.py:workload"):
+        find_workload(f"{path}:wrkload")
+    path = write(tmp_path / "f.py", FACTORY.replace("def workload", "def small"))
+    with pytest.raises(WorkloadError, match=r"defines no `workload`. It defines small: write f\.py:small"):
+        find_workload(str(path))
+
+
+def test_workload_assigned_by_a_function(tmp_path: Path) -> None:
+    """`global workload` in a function defines the name."""
+    lines = FINISHED.format(before="def setup():\n    global workload\n").split("workload = ")
+    path = write(tmp_path / "in_function.py", "    workload = ".join(lines).replace("{\n", "{") + "\nsetup()\n")
+    assert find_workload(str(path)).name == "mine"
+
+
+def test_all_names_of_a_module_in_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is not imported to find the file of its module."""
+    write(tmp_path / "lib" / "some_package" / "__init__.py", "")
+    write_finished(tmp_path / "lib" / "some_package" / "training.py")
+    write(tmp_path / "lib" / "some_package" / "inner" / "__init__.py", "from ..training import *\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    for module in ("some_package.training", "some_package.inner"):
+        path = write(tmp_path / "starred.py", f"from {module} import *\n")
+        assert defines(path, "workload")
+        assert not defines(path, "training")
+    assert "some_package" not in sys.modules
+    assert find_workload(str(path)).name == "mine"
+
+
+def test_file_called_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the console script, the module `__main__` has no spec."""
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    path = write_finished(tmp_path / "pkg" / "__main__.py")
+    assert find_workload(str(path)).name == "mine"
+
+
 @pytest.mark.parametrize("value", ["3", "None", "'digits'", "lambda: 3", "dict"])
 def test_value_that_is_no_workload_is_refused(tmp_path: Path, value: str) -> None:
     """`workload` must be a Workload or a function that returns one."""
@@ -382,10 +430,61 @@ def test_setting_without_a_default_is_required(tmp_path: Path) -> None:
     assert find_workload(str(path), lr=1).name == "mine-1-18"
 
 
+@pytest.mark.parametrize("future", ["", "from __future__ import annotations\n"])
+@pytest.mark.parametrize(
+    ("annotation", "right", "wrong"),
+    [
+        ("float", [0.5, 1, None], ["abc", True]),
+        ("int", [3, None], ["abc", 1.5, True]),
+        ("bool", [True, None], [1, "yes"]),
+        ("str", ["abc", None], [3]),
+        ("[float]", [0.5, "abc"], []),
+        ("float | str", [0.5, "abc"], []),
+    ],
+)
+def test_setting_of_the_wrong_type_is_refused(
+    future: str, annotation: str, right: list[Any], wrong: list[Any], tmp_path: Path
+) -> None:
+    """Annotations are classes, or text under `from __future__ import annotations`. A bool is not a number."""
+    path = write(tmp_path / "typed.py", future + FACTORY.replace("lr=0.1", f"lr: {annotation} = None"))
+    for value in right:
+        assert find_workload(str(path), lr=value).name == f"mine-{value}-18"
+    for value in wrong:
+        with pytest.raises(UsageError, match=f"--set lr={value}: typed.py:workload needs {annotation} there"):
+            find_workload(str(path), lr=value)
+
+
+def test_function_with_positional_arguments_needs_no_value_for_them(tmp_path: Path) -> None:
+    path = write(tmp_path / "positional.py", FACTORY.replace("lr=0.1", "*args, lr=0.1"))
+    assert find_workload(str(path), depth=2).name == "mine-0.1-2"
+    with pytest.raises(
+        UsageError, match=r"--set args=3: positional\.py:workload has no such setting; it takes lr, depth"
+    ):
+        find_workload(str(path), args=3)
+
+
+@pytest.mark.parametrize("parameter", ["batch", "batch=None", "batch: int = True", "batch=0"])
+def test_batch_of_a_function_without_a_default_batch(parameter: str, tmp_path: Path) -> None:
+    """`--batch` gives the argument. There is no old batch to scale the learning rate from."""
+    text = FACTORY.replace("lr=0.1", f"{parameter}, lr=0.1" if "=" in parameter else f"{parameter}, *, lr=0.1")
+    path = write(tmp_path / "batched.py", text.replace("global_batch=8", "global_batch=batch or 8"))
+    workload = load(Source(str(path), {}, 16))
+    assert workload.global_batch == 16
+    assert workload.batch_rule is None
+    with pytest.raises(UsageError, match="--lr-rule linear: the workload function has no default batch"):
+        load(Source(str(path), {}, 16, "linear"))
+    assert "8 -> 16: learning rate x 2" in str(load(Source(str(path), {"batch": 8}, 16, "linear")).batch_rule)
+
+
 def test_function_with_keyword_arguments_accepts_any_setting(tmp_path: Path) -> None:
     """A function with `**settings` accepts every key."""
     path = write(tmp_path / "anything.py", FACTORY.replace("lr=0.1, depth=18", "lr=1, depth=2, **settings"))
     assert find_workload(str(path), colour="red").name == "mine-1-2"
+    path = write(tmp_path / "needs_lr.py", FACTORY.replace("lr=0.1, depth=18", "lr, depth: int = 2, **settings"))
+    with pytest.raises(UsageError, match="needs a value for lr: --set lr="):
+        find_workload(str(path), colour="red")
+    with pytest.raises(UsageError, match="needs int there"):
+        find_workload(str(path), lr=1, depth="abc")
 
 
 def test_settings_are_parsed_as_literals_or_text() -> None:
@@ -404,6 +503,7 @@ def test_settings_are_parsed_as_literals_or_text() -> None:
         "u": "a=b",
     }
     assert parse_settings(["x=__import__('os').getpid()"]) == {"x": "__import__('os').getpid()"}
+    assert parse_settings(["x={[]:2}", "y={{1}}"]) == {"x": "{[]:2}", "y": "{{1}}"}
     assert parse_settings([]) == {}
 
 

@@ -122,7 +122,7 @@ def test_wait_table_names_missing_ranks_and_mismatched_calls() -> None:
     third.update_missing([0, 1])
     with pytest.raises(StopIteration) as stop:
         next(mismatch)
-    assert stop.value.value == "rank 0 calls barrier, rank 1 all_gather"
+    assert stop.value.value == "rank 0 calls barrier, but rank 1 calls all_gather"
 
 
 @pytest.mark.parametrize(

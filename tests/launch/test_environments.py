@@ -19,6 +19,7 @@ from everyrank.errors import EveryrankError, UsageError
 from everyrank.launch import (
     Launch,
     node,
+    rank_info,
     rank_info_from_environment,
     slurm,
 )
@@ -191,6 +192,10 @@ WRONG_ENVIRONMENTS: dict[str, tuple[dict[str, str], list[str]]] = {
         {**SRUN, "WORLD_SIZE": "8"},
         ["WORLD_SIZE=8", "srun set 6", "--ntasks=8", "unset WORLD_SIZE"],
     ),
+    "WORLD_SIZE differs from mpirun": (
+        {**OPEN_MPI, "WORLD_SIZE": "8"},
+        ["mpirun set 4", "start 8 ranks (mpirun -np 8), or unset WORLD_SIZE"],
+    ),
     "RANK differs from mpirun": ({**OPEN_MPI, "RANK": "0"}, ["RANK=0", "mpirun set 2", "unset RANK"]),
     "LOCAL_RANK differs from mpirun": ({**MPICH, "LOCAL_RANK": "0"}, ["LOCAL_RANK=0", "mpirun set 3"]),
     "LOCAL_WORLD_SIZE differs from srun": ({**SRUN, "LOCAL_WORLD_SIZE": "6"}, ["LOCAL_WORLD_SIZE=6", "srun set 3"]),
@@ -257,6 +262,18 @@ def test_only_rank_0_reports_errors_under_each_launcher(monkeypatch: pytest.Monk
             assert are_reporting == [True, False]
 
 
+def test_rank_0_of_torchrun_reports_if_srun_numbers_the_nodes_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The c10d rendezvous of torchrun gives the lowest ranks to the node that comes first."""
+    for variable, value in {**SRUN, **TORCHRUN}.items():
+        monkeypatch.setenv(variable, value)
+    are_reporting: list[bool] = []
+    for task, rank in ((0, 2), (0, 3), (1, 0), (1, 1)):
+        monkeypatch.setenv("SLURM_PROCID", str(task))
+        monkeypatch.setenv("RANK", str(rank))
+        are_reporting.append(is_reporting_rank())
+    assert are_reporting == [False, False, True, False]
+
+
 def test_one_rank_reports_a_leftover_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """RANK=3, exported in a batch script, reaches every rank of srun. Exactly one rank reports it."""
     for variable, value in {**SRUN, "RANK": "3"}.items():
@@ -290,10 +307,42 @@ def test_rendezvous_of_one_host_is_a_private_file(monkeypatch: pytest.MonkeyPatc
     }
     [path] = {path_of_file_url(info.rendezvous_url) for info in infos.values() if info is not None}
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr(os, "getppid", lambda: os.getpid())
+    monkeypatch.setattr(rank_info, "launcher_process", lambda _: "a later one")
     info_of_next_job = rank_info_from_environment(OPEN_MPI)
     assert info_of_next_job is not None
     assert path_of_file_url(info_of_next_job.rendezvous_url) != path
+
+
+def test_starts_of_mpich_in_one_slurm_job_have_different_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A batch script or an interactive step may run mpirun several times. Tasks of srun are one start of their step."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def path_of(launcher: str, environment: dict[str, str]) -> Path:
+        monkeypatch.setattr(rank_info, "launcher_process", lambda _: launcher)
+        info = rank_info_from_environment(environment)
+        assert info is not None
+        return path_of_file_url(info.rendezvous_url)
+
+    step = {**SRUN, "SLURM_NODEID": "0", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "6"}
+    for slurm_variables in (SLURM_JOB, step):
+        environment = slurm_variables | MPICH
+        assert path_of("1 10", environment) == path_of("1 10", environment) != path_of("2 20", environment)
+    step |= {"SLURM_NTASKS": "6"}
+    assert path_of("1 10", step) == path_of("2 20", step) != path_of("1 10", {**step, "SLURM_STEP_ID": "1"})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "", "n01"])
+def test_ranks_of_one_host_need_no_complete_master_address(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str
+) -> None:
+    """Without a port, MASTER_ADDR is not enough to meet, and not needed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    info = rank_info_from_environment(MPICH | {"MASTER_ADDR": address})
+    assert info is not None
+    assert path_of_file_url(info.rendezvous_url).parent.parent == tmp_path
+    complete = rank_info_from_environment(MPICH | {"MASTER_ADDR": "n01", "MASTER_PORT": "29500"})
+    assert complete is not None
+    assert complete.rendezvous_url == "tcp://n01:29500"
 
 
 def test_rendezvous_folder_that_others_may_control_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

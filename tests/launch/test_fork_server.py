@@ -14,6 +14,8 @@ import pytest
 
 from everyrank.errors import RankFailedError
 from everyrank.launch import Launch, RankInfo, run_ranks
+from everyrank.launch.job import WORKER
+from everyrank.launch.zygote import Zygote
 from forkserver import MARK
 from processes import Cli, wait_for_marked_processes
 
@@ -157,3 +159,17 @@ def test_script_without_main_guard_runs_once(cli: Cli, tmp_path: Path) -> None:
     assert (status, err) == (0, "")
     assert out.splitlines() == ["the script", str(dict.fromkeys(range(2), ("__main__", False, 2.0)))]
     assert running.remaining_processes() == {}
+
+
+def test_zygote_starts_again_after_it_was_killed(tmp_path: Path) -> None:
+    """The kernel may kill it for its memory between two tests of a suite."""
+    zygote = Zygote([])
+    try:
+        for _ in range(2):
+            without_job = zygote.start([*WORKER, str(tmp_path)], os.environ)
+            assert without_job.wait(60.0) == 1
+            assert zygote.process is not None
+            zygote.process.kill()
+            os.waitid(os.P_PID, zygote.process.pid, os.WEXITED | os.WNOWAIT)
+    finally:
+        zygote.close()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pickle
 import re
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,10 @@ from everyrank.launch.autopsy.rank_state import forget_hang, hang_report, report
 from everyrank.launch.autopsy.rank_views import RankView
 from everyrank.launch.autopsy.verdict import verdict
 from everyrank.launch.job import job_name
+from everyrank.launch.monitor import ProcessMonitor
+from everyrank.launch.signals import Stop, is_end_requested
+from everyrank.launch.stalled_ranks import concerns_others, is_a_wait, lost_another
+from everyrank.launch.torchrun import TorchrunOptions
 from everyrank.world.calls import _operation
 
 
@@ -59,6 +66,46 @@ def test_verdict_names_the_collective_first() -> None:
     )
     assert text.startswith("rank 0 never reached all_reduce")
     assert re.search(r"waits for a message of 4 elements .* from rank 1", text)
+
+
+@pytest.mark.parametrize(
+    ("message", "is_wait", "is_lost", "is_concerned"),
+    [
+        ("a.py:3 in f: RuntimeError: [/gloo/unbound_buffer.cc:81] Timed out waiting 9ms for recv", True, False, True),
+        ("shm all_reduce timed out after 8 s (--timeout): rank 1 did not come", True, False, True),
+        ("a.py:3 in f: DistBackendError: Watchdog caught timeout: WorkNCCL(Timeout(ms)=9)", True, False, True),
+        ("a.py:3 in f: RuntimeError: [/gloo/pair.cc:5] Connection closed by peer [::1]:7", False, True, True),
+        ("a.py:3 in f: DistNetworkError: Connection reset by peer", False, True, True),
+        ("a.py:3 in f: RuntimeError: [enforce fail at /gloo/pair.cc:4] 8 vs 4", False, False, True),
+        # errors of the user's own code
+        ("a.py:3 in f: TimeoutError: the compile server timed out", False, False, False),
+        ("compile.py:3 in f: TimeoutError: the server timed out", False, False, False),
+        ("update 1: nccl.py:3 in shm: TimeoutError: the server timed out", False, False, False),
+        ("gloo.py:3 in f: ConnectionResetError: [Errno 104] Connection reset by peer", False, False, False),
+        ("a.py:3 in f: RuntimeError: [enforce fail at alloc_cpu.cpp:127] can't allocate memory", False, False, False),
+        ("a.py:3 in f: RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos", False, False, False),
+    ],
+)
+def test_only_errors_of_a_backend_are_caused_by_another_rank(
+    message: str, is_wait: bool, is_lost: bool, is_concerned: bool
+) -> None:
+    assert (is_a_wait(message), lost_another(message), concerns_others(message)) == (is_wait, is_lost, is_concerned)
+
+
+@pytest.mark.parametrize(
+    ("raised", "text"),
+    [
+        ("RuntimeError: [enforce fail at alloc_cpu.cpp:127] can't allocate memory", "rank 1 never reached .* raised"),
+        ("RuntimeError: [/gloo/pair.cc:5] Connection closed by peer", "rank 1 was ended by an error of another rank"),
+        ("RuntimeError: [/gloo/buffer.cc:5] Timed out waiting 9ms", "rank 1 timed out at"),
+    ],
+)
+def test_verdict_about_a_rank_that_raised(raised: str, text: str) -> None:
+    waiting = [view(rank, 10, collective(4, True), collective(5, False)) for rank in (0, 2)]
+    failed = dataclasses.replace(view(1, 20, collective(4, True), collective(5, True)), raised=raised)
+    if "raised" in text:
+        failed.calls["calls"] = failed.calls["calls"][:1]
+    assert re.search(text, verdict([waiting[0], failed, waiting[1]]))
 
 
 def test_peer_of_a_recorded_nccl_operation() -> None:
@@ -139,3 +186,30 @@ def test_report_of_an_earlier_hang_is_deleted(tmp_path: Path) -> None:
     assert report_hang(tmp_path, "job", lambda: "again") is None
     forget_hang(tmp_path, "job")
     assert hang_report(tmp_path, "job") == ""
+
+
+@pytest.mark.parametrize(
+    ("stop", "ends"),
+    [
+        (Stop(), False),
+        (Stop(signal.SIGUSR1), True),  # ranks of `train` save and end
+        (Stop(signal.SIGUSR1, grace_seconds=30.0, count=1), False),  # it is passed on to a script
+        (Stop(signal.SIGTERM, grace_seconds=30.0, count=2), True),
+    ],
+)
+def test_torchrun_restarts_ranks_after_sigusr1_was_passed_on(tmp_path: Path, stop: Stop, ends: bool) -> None:
+    """A signal that asks the ranks to end makes the next failure final. Other processes read it from a file."""
+    assert not is_end_requested(tmp_path)
+    if stop.asked is not None:
+        (tmp_path / "stop").write_text(stop.request)
+    assert (is_end_requested(tmp_path), stop.ends_ranks) == (ends, ends)
+    statuses = [None, 0]
+    launch = Launch("torchrun", options=TorchrunOptions(restarts=1))
+    monitor = ProcessMonitor(launch, tmp_path, tmp_path, stop)
+    process: Any = SimpleNamespace(poll=lambda: statuses.pop(0) if len(statuses) > 1 else statuses[0])
+    monitor.processes = [process]
+    (tmp_path / "rank0.pid").write_text("")
+    row = reports.exit_row(0, 1) | {"kind": "", "message": "first start", "has_frames": False}
+    (tmp_path / "rank0.error").write_text(json.dumps(row))
+    with pytest.raises(RankFailedError, match="first start") if ends else contextlib.nullcontext():
+        monitor._wait(Stop())

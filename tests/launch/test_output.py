@@ -44,3 +44,14 @@ def test_output_after_the_log_is_closed_is_dropped(tmp_path: Path) -> None:
     thread.join(30.0)
     assert not thread.is_alive()
     assert (tmp_path / "log").read_bytes() == b""
+
+
+def test_last_output_of_the_launcher_is_in_the_log_before_it_is_closed(tmp_path: Path) -> None:
+    """The error of a launcher that ends before its ranks have started shows its last line."""
+    read_end, write_end = os.pipe()
+    with (tmp_path / "log").open("wb") as log:
+        thread = pass_on_output(os.fdopen(read_end, "rb"), b"mark", log)
+        os.write(write_end, b"no ssh\n")
+        os.close(write_end)
+        thread.join(30.0)
+        assert (tmp_path / "log").read_bytes() == b"no ssh\n"

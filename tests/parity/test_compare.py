@@ -151,6 +151,17 @@ def test_distance_over_several_chunks() -> None:
         assert largest(-first * 2) == 2 * float(first.abs().max())
 
 
+def test_infinite_elements_hide_no_difference() -> None:
+    """A buffer may have infinite elements, as a causal mask or the smallest value so far."""
+    first = torch.tensor([-math.inf, 2.0, math.inf], dtype=torch.float64)
+    assert distance(first, first.clone()) == 0.0
+    assert distance(first, torch.tensor([-math.inf, 2.5, math.inf])) == 0.5
+    assert distance(first, torch.tensor([-math.inf, 2.0, -math.inf])) == math.inf
+    assert distance(first, torch.tensor([-math.inf, 2.0, math.nan])) == math.inf
+    assert largest(first) == 2.0
+    assert largest(torch.tensor([math.inf])) == 1e-300
+
+
 def test_differences_over_several_chunks() -> None:
     """Differences are relative to the largest value. With the median, which experts use, a few of them do not count."""
     expected = torch.linspace(-4.0, 2.0, 2 * _CHUNK_ELEMENTS + 3)

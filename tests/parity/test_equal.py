@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -181,6 +182,40 @@ def test_equal_on_one_rank(ranks: Any, name: str) -> None:
 def test_equal_with_compile(ranks: Any) -> None:
     """torch.compile does not change results, also not around sharded blocks or synchronized batch norm."""
     assert_equal(["ddp:compile"], parities(ranks, 2, "norm", "sgd", ["ddp:compile"], steps=2, epochs=None))
+
+
+class LayerOfSomeSamples(zoo.FrozenModel):
+    """A FrozenModel with a layer that some batches do not use."""
+
+    def __init__(self) -> None:
+        super().__init__(counts_calls=False)
+        self.extra = nn.Linear(5, 2)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        output, uses_extra = super().forward(values), values[:, :1] > 0.8
+        return output + self.extra(values) * uses_extra if uses_extra.any() else output
+
+
+def check_example_strategy(world: World, key: str) -> Parity:
+    """Return the parity of the strategy in CONTRIBUTING.md, in the place of ddp."""
+    from everyrank.parallel.full_state import replicated_state_dict
+    from everyrank.parallel.gradients import average_replicated_grads, total_and_missing_grads
+    from everyrank.strategies import ddp as ddp_strategy
+
+    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    code = page.partition("## A new strategy")[2].partition("```python\n")[2].partition("```")[0]
+    functions = (replicated_state_dict, average_replicated_grads, total_and_missing_grads)
+    namespace = {**vars(ddp_strategy), **{function.__name__: function for function in functions}}
+    exec(compile("from __future__ import annotations\n" + code, "CONTRIBUTING.md", "exec"), namespace)
+    case = zoo.cached_parity_case(world, "frozen", "sgd", model=LayerOfSomeSamples)
+    with mock.patch.object(ddp_strategy, "prepare", namespace["prepare"]):
+        return check_layout(case, parse_layout("ddp:precision=float64"), world, key)[0]
+
+
+def test_example_strategy_in_contributing_md_is_equal(ranks: Any) -> None:
+    """Some ranks have no gradient for a parameter in some updates."""
+    parity = ranks(2, check_example_strategy, f"test/{next(_COUNTER)}")[0]
+    assert_equal(["example"], [parity])
 
 
 def test_loader_workers_do_not_change_samples(ranks: Any) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from everyrank.parity.kept import compare_kept
+from everyrank.parity.kept import compare_kept, elements
 from processes import Cli, only_error_line, refusal_message
 
 WORKLOAD = '''
@@ -188,3 +189,75 @@ def _check_comparison_causes(content: dict[str, Any]) -> None:
     assert text.startswith("equal: ")
     assert "torch: " in text
     assert "9.9 now" in text
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+def kept(**values: Any) -> dict[str, Any]:
+    """Return the content of a trace file with three updates."""
+    return {
+        "versions": {},
+        "experiment": {},
+        "losses": [1.0, 1.0, 0.9],
+        "counts": [4.0, 4.0, 4.0],
+        "loss_tolerances": [1e-9] * 3,
+        "initial": {},
+        "gradients": {"weight": [1.0, 2.0]},
+        "final": {},
+        "final_tolerances": {"low": INF},
+        "evaluation": {},
+        **values,
+    }
+
+
+def compared(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return the result of a comparison in one line."""
+    return " ".join(compare_kept(kept(**before), kept(**now)).lines())
+
+
+@pytest.mark.parametrize("tensor", ["initial", "final"])
+def test_equal_infinite_values_are_no_difference(tensor: str) -> None:
+    """The bounds of an observer begin as inf and -inf. An infinite value hides no difference of later elements."""
+    same = {tensor: {"low": [INF, -INF, NAN, 1.0]}}
+    assert compared(same, same).startswith("equal: ")
+    for index, value in ((0, NAN), (0, 2.0), (1, INF), (2, 0.0)):
+        values = [INF, -INF, NAN, 1.0]
+        values[index] = value
+        assert "low " in compared(same, {tensor: {"low": values}})
+    assert "by 1.0e+00" in compared({"initial": {"low": [INF, 1.0]}}, {"initial": {"low": [INF, 2.0]}})
+
+
+def test_metric_that_is_nan_in_both_is_no_difference() -> None:
+    same = {"evaluation": {"recall": [NAN, 4.0]}}
+    assert compared(same, same).startswith("equal: ")
+    assert "recall of the evaluation is nan of 4 before, 1 of 4 now" in compared(
+        same, {"evaluation": {"recall": [1.0, 4.0]}}
+    )
+
+
+def test_changed_gradients_are_named_after_an_update_with_rate_0() -> None:
+    """A warm-up from 0 leaves the second loss equal, so the first loss that differs is that of update 2."""
+    changed = {"losses": [1.0, 1.0, 0.95]}
+    assert "the backward pass has changed" in compared({}, {**changed, "gradients": {"weight": [1.0, 1.0]}})
+    assert "updates 0 to 1 are equal: a schedule" in compared({}, changed)
+    assert "the optimizer or the learning rate has changed" in compared({}, {"losses": [1.0, 0.95, 0.95]})
+    without_gradients = compared({"gradients": {}}, {"losses": [1.0, 0.95, 0.95], "gradients": {}})
+    assert "the first loss is equal: the optimizer, the learning rate, the samples, or a buffer" in without_gradients
+
+
+@pytest.mark.parametrize("losses", [[1.0], [0.0, 0.0], [0.0, 1.0, 1.0]])
+def test_each_loss_has_one_factor_only_if_there_are_two(losses: list[float]) -> None:
+    count = {"counts": [4.0] * len(losses), "loss_tolerances": [1e-9] * len(losses)}
+    changed = [1.0123 * loss or 0.5 for loss in losses]
+    assert "the same weights give a different loss" in compared(
+        {"losses": losses, **count}, {"losses": changed, **count}
+    )
+    assert "each loss is 1.0123 times" in compared({}, {"losses": [1.0123 * loss for loss in (1.0, 1.0, 0.9)]})
+
+
+@pytest.mark.parametrize("size", [(50257, 768), (32000, 4096)])
+def test_large_tensors_have_elements(size: tuple[int, int]) -> None:
+    """float32 rounds the last index of these sizes up."""
+    assert elements(torch.zeros((), dtype=torch.uint8).expand(size)) == [0.0] * 64
+    assert elements(torch.arange(100))[-1] == 99.0

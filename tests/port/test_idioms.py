@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,12 @@ DEFAULT_DETAILS: dict[str, dict[str, Any]] = {
         "sources": [],
         "blocks": [],
     },
+    "pass": {"id": 1, "trains": True},
     "loss": {"ignored": None, "reduction": "mean"},
     "backward": {"loader": 1, "is_scalar": True, "couples": False},
     "optimizer": {"id": 2},
     "step": {"id": 2, "unused": 0},
+    "seed": {"library": "torch"},
 }
 
 
@@ -81,20 +84,34 @@ def fact(script: str, kind: str, *calls: str, **details: Any) -> Fact:
     return Fact(kind, tuple(call_sites), is_inner=True, details={**DEFAULT_DETAILS[kind], **details}, file="train.py")
 
 
-def plan_port(script: str, target: str, **details: dict[str, Any]) -> Plan:
-    """Return the plan of a port, with facts as a run of the script reports them."""
+def plan_port(
+    script: str,
+    target: str,
+    *other_facts: Fact,
+    first_facts: Sequence[Fact] = (),
+    sampler: str = "batches",
+    **details: dict[str, Any],
+) -> Plan:
+    """Return the plan of a port, with facts as a run of the script reports them, and others before or after them."""
     train_call = next(line.strip() for line in script.splitlines() if line.strip().startswith("train("))
     backward_call = next(line.strip() for line in script.splitlines() if ".backward(" in line)
     facts = [
+        *first_facts,
         fact(script, "optimizer", "torch.optim.SGD(net.parameters(), lr=0.1)"),
-        fact(script, "loader", "DataLoader(data, batch_size=4)"),
+        fact(
+            script,
+            "loader",
+            re.findall(r"DataLoader\(data, [^()]*(?:\(.*?\))?\)", script)[0],
+            **details.get("loader", {}),
+        ),
         fact(script, "forward", "model(x.to(device))", train_call, **details.get("forward", {})),
         fact(script, "loss", "loss_of(logits, y)", train_call),
         fact(script, "backward", backward_call, train_call),
         fact(script, "step", "optimizer.step()", train_call, **details.get("step", {})),
+        *other_facts,
     ]
     return edit_script(
-        ScriptFiles(Path("train.py"), script, target=target), facts, Choice("mean", "split", target=target)
+        ScriptFiles(Path("train.py"), script, target=target), facts, Choice("mean", "split", sampler, target)
     )
 
 
@@ -176,6 +193,27 @@ def test_backward_call_is_replaced(backward: str, expected: str) -> None:
     # The loop has no if statement, so the port finds no accumulation.
     script = SCRIPT.replace("(loss / 2).backward()", backward).replace("if i % 2:", "while i % 2:")
     assert expected in plan_port(script, "accelerate").source.edited()
+
+
+@pytest.mark.parametrize(
+    ("backward", "expected"),
+    [
+        ("(0.5 * loss).backward()", "        loss = mean_over_ranks(loss, len(y))\n        (0.5 * loss).backward()\n"),
+        (
+            "(weight * loss).backward()",
+            "        loss = mean_over_ranks(loss, len(y))\n        (weight * loss).backward()\n",
+        ),
+        (
+            "(loss * weight / 2).backward()",
+            "        loss = mean_over_ranks(loss, len(y))\n        (loss * weight / 2).",
+        ),
+        ("(weight * error).backward()", "        (mean_over_ranks(weight * error, len(y))).backward()\n"),
+        ("(1 / loss).backward()", "        (mean_over_ranks(1 / loss, len(y))).backward()\n"),
+    ],
+)
+def test_factor_of_a_loss_is_not_taken_for_the_loss(backward: str, expected: str) -> None:
+    script = SCRIPT.replace("(loss / 2).backward()", backward).replace("if i % 2:", "while i % 2:")
+    assert expected in plan_port(script, "ddp").source.edited()
 
 
 def test_backward_with_positional_options_is_refused() -> None:

@@ -13,7 +13,9 @@ from everyrank.cli import main
 from everyrank.commands.port_workload import verify_file
 from everyrank.port import NotPortedError, WorkloadResult, port_to_workload
 from everyrank.port.source import ScriptSource
-from everyrank.port.to_workload.workload_file import _chooses_imports, _undivided, is_importable
+from everyrank.port.to_workload.definitions import _chooses_imports
+from everyrank.port.to_workload.importable import is_importable
+from everyrank.port.to_workload.workload_file import _undivided
 from scripts_to_port import (
     CARRIED_STATE_WITH_LOADER_SCRIPT,
     CROSS_VALIDATION_SCRIPT,
@@ -496,6 +498,150 @@ def test_unsupported_script_is_refused_with_its_line(tmp_path: Path, script_text
         port_text_to_workload(tmp_path, script_text)
     assert reason in str(error.value)
     assert line in script_text.splitlines()[error.value.line - 1]
+
+
+# Text of {before} is above the loop over epochs, of {epoch} in it, of {batch} in the loop over batches, and of {after}
+# below that loop.
+LOOPS = (
+    IMPORTS_AND_DATA.replace("import torch\n", "import argparse\nimport torch\n", 1)
+    + """
+args = argparse.Namespace(beta=0.1, clip=1.0)
+class Annealer:
+    beta = 0.1
+    def step(self):
+        self.beta *= 0.9
+    def __call__(self, x):
+        return self.beta * x
+annealer, state, step, beta = Annealer(), {"step": 1}, 1, 0.1
+model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+def weighted(x):
+    return x * step
+def weight():
+    return float(model[0].bias.sum())
+def train(e, options, annealing):
+    part = min(1.0, e / 10)
+    for inputs, targets in loader:
+        loss = F.cross_entropy(model(inputs), targets) * {factor}
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+def main():
+    global step
+    for epoch in range(6):
+        {line}
+        train(epoch, args, annealer)
+        step += 1
+if __name__ == "__main__":
+    main()
+"""
+)
+
+
+def loops(factor: str, line: str = "pass") -> str:
+    """Return a script with this factor of the loss, and this line in its loop over epochs."""
+    return LOOPS.replace("{factor}", factor).replace("{line}", line)
+
+
+@pytest.mark.parametrize(
+    ("script_text", "line", "reason"),
+    [
+        (loops("part"), "loss = ", "`part` changes during the training"),
+        (loops("(1 if e < 5 else 2)"), "loss = ", "`e` changes during the training"),
+        (loops("step"), "loss = ", "`step` changes during the training"),
+        (loops("weighted(1)"), "step += 1", "`step` changes during the training"),
+        (loops("options.beta", "args.beta = 1 / (1 + epoch)"), "loss = ", "`options.beta` changes during"),
+        (loops("annealing(1)", "annealer.step()"), "loss = ", "`annealing` changes during the training"),
+        (loops("state['step']", "state['step'] += 1"), "loss = ", "`state` changes during the training"),
+        (
+            loops("beta", "global beta; beta = weight()"),
+            "loss = ",
+            "`beta` changes during the training",
+        ),
+        (
+            loops("1\n        if e >= 5:\n            loss = loss + inputs.mean()"),
+            "loss = F.cross_entropy",
+            "`e` changes during the training",
+        ),
+        (
+            loops("1", "model[0].requires_grad_(epoch > 3)"),
+            "requires_grad_",
+            "the training freezes or unfreezes parameters",
+        ),
+        (loops("1", "model.scale = epoch"), "model.scale = epoch", "the training changes the model, model.scale"),
+        (
+            loops("1").replace(
+                "        optimizer.step",
+                "        nn.utils.clip_grad_norm_(model.parameters(), part)\n        optimizer.step",
+            ),
+            "clip_grad_norm_",
+            "`part` changes during the training",
+        ),
+    ],
+)
+def test_value_that_changes_during_the_training_is_refused(
+    tmp_path: Path, script_text: str, line: str, reason: str
+) -> None:
+    """The file of a workload would have the value of the first update, in the whole training."""
+    with pytest.raises(NotPortedError) as error:
+        port_text_to_workload(tmp_path, script_text)
+    assert reason in str(error.value)
+    assert line in script_text.splitlines()[error.value.line - 1]
+
+
+LINES_LEFT_OUT = (
+    IMPORTS_AND_DATA
+    + """
+n, best, is_short = 6, 1e9, False
+model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+for name, parameter in model[0].named_parameters():
+    if "weight" in name:
+        parameter.requires_grad = False
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+for epoch in range(0, n, 2):
+    scale = 1 / len(loader)
+    total = 0.0
+    for i, (inputs, targets) in enumerate(loader):
+        if is_short and i > 3:
+            break
+        if is_short and epoch < 5:
+            inputs = inputs / 2
+        if len(inputs) < 2:
+            continue  # no batch
+        output = model(inputs)
+        loss = F.cross_entropy(output, targets) * scale
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+        if i > 1000:
+            break  # the epoch
+        if i % 5:
+            continue
+        print(total)
+    if total > 1e9:
+        break  # the training
+    if epoch > 100:
+        F.mse_loss(model(x), x).backward()
+"""
+)
+
+
+def test_lines_that_a_workload_does_not_have_are_noted(tmp_path: Path) -> None:
+    """Frozen parameters are in the file, a false part of a condition decides it, and the step of a range counts."""
+    result = port_text_to_workload(tmp_path, LINES_LEFT_OUT)
+    assert result.comparison.is_equal, result.difference
+    for expected_code in ("parameter.requires_grad = False", "epochs=3,", "cross_entropy(output, targets) * scale"):
+        assert expected_code in result.text, result.text
+    lines = LINES_LEFT_OUT.splitlines()
+    assert [(lines[line - 1].strip(), sentence.partition(";")[0]) for line, sentence in result.notes] == [
+        ("continue  # no batch", "`continue` skips batches"),
+        ("break  # the epoch", "`break` may end an epoch early"),
+        ("break  # the training", "`break` may end the training early"),
+        ("F.mse_loss(model(x), x).backward()", "this backward did not run in the compared updates"),
+    ]
 
 
 def test_masked_reduction_of_a_loss_is_detected(tmp_path: Path) -> None:

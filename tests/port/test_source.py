@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from everyrank.errors import UsageError
 from everyrank.port.run import read_script
 from everyrank.port.source import NotPortedError, ScriptSource
 
@@ -29,6 +30,12 @@ def test_script_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     """Some editors of Windows write one."""
     (tmp_path / "train.py").write_bytes(codecs.BOM_UTF8 + TABBED.encode())
     assert ScriptSource(read_script(tmp_path / "train.py")).text == TABBED
+
+
+def test_script_that_is_not_valid_python_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\nfor x in\n")
+    with pytest.raises(UsageError, match=r"train\.py: line 2 is not valid Python \(invalid syntax\)"):
+        read_script(tmp_path / "train.py")
 
 
 def test_statement_under_a_condition_keeps_tabs_and_comments() -> None:

@@ -167,7 +167,7 @@ _WEIGHTS_BY_RULE: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] =
     (("recompute.",), 0.4, {"recompute": 1.0}),
     (("collective.", "run.hangs"), 1.0, {"collective": 0.4, "ranks": 0.4, "remainder": 0.2}),
 )
-"""For each kind of finding: the weight of its own line, and the weights of other lines by their actions."""
+"""(prefixes of rules, extra weight of the finding's own line, weights of actions). The first match counts."""
 
 
 _DEFAULT_WEIGHTS = {"setting": 1.0}
@@ -270,7 +270,7 @@ def _is_routine(node: ast.stmt) -> bool:
 
 @functools.cache
 def _actions(source: SourceFile, statement: Statement) -> dict[int, dict[str, float]]:
-    """The actions of each line of a statement with weight 1, and those of functions that it calls with less."""
+    """Return line -> action -> weight: 1 for actions of the statement, less for those of functions that it calls."""
     actions: dict[int, dict[str, float]] = defaultdict(dict)
     for line, action in _direct_actions(statement):
         actions[line][action] = 1.0
@@ -370,7 +370,7 @@ def _is_setting(statement: Statement) -> bool:
 
 
 def _lines_for_some_ranks(source: SourceFile, node: ast.stmt) -> list[int]:
-    """The lines of a condition on the rank, and of what only some ranks load or change. Printing and saving are not."""
+    """The line of a condition on the rank and the lines in it that load or change something; [] if none does."""
     if not isinstance(node, ast.If):
         return []
     if not any(_ABOUT_RANKS.search(name) for inner in ast.walk(node.test) for name in _names_in(inner)):

@@ -1,4 +1,4 @@
-"""A decoder transformer: RMSNorm, rotary positions, SwiGLU; or several SwiGLU layers, of which a token takes few.
+"""A decoder transformer with RMSNorm, rotary positions and SwiGLU layers, optionally as a mixture of experts.
 
 Positions are an input, because a rank that holds only part of a sequence cannot count them itself.
 
@@ -33,18 +33,18 @@ DECODER_PLAN = {
     "norm": "sequence",
     "head": "colwise_loss",
 }
-"""How its matrices are split over ranks (`Workload.tensor_plan`): two all-reduces a block forward, two backward."""
+"""The `Workload.tensor_plan` of a dense `Decoder`: two all-reduces per block in forward, two in backward."""
 
 DECODER_EXPERTS = "blocks.*.feed.experts"
-"""Where its experts are, if it has some (`Workload.experts`)."""
+"""The `Workload.experts` path of a `Decoder` with experts."""
 
 
 @dataclass(frozen=True)
 class DecoderShape:
     """The sizes of a decoder. `hidden` is the inner width of the SwiGLU layer.
 
-    With `experts` a block has so many of these layers, and a token goes through `top_k` of them. `dropout` is of the
-    embedding and of what each layer adds to the residual stream, as in GPT-2; not of attention weights.
+    With `experts`, each block has this number of SwiGLU layers, and each token goes through `top_k` of them. `dropout`
+    applies to the embedding and to the output of each layer, as in GPT-2, but not to attention weights.
     """
 
     num_blocks: int
@@ -59,8 +59,8 @@ class DecoderShape:
 
 
 def decoder_plan(shape: DecoderShape) -> dict[str, str]:
-    """The `Workload.tensor_plan` of a decoder of this shape. Experts are whole on every rank of the tensor axis."""
-    return {name: word for name, word in DECODER_PLAN.items() if not shape.experts or ".feed" not in name}
+    """The `Workload.tensor_plan` of a decoder of this shape. Experts are replicated along the tensor axis."""
+    return {name: style for name, style in DECODER_PLAN.items() if not shape.experts or ".feed" not in name}
 
 
 class Decoder(nn.Module):
@@ -144,10 +144,9 @@ class SwiGLU(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """(B, T, D) -> (B, T, D): of each token the sum over the `top_k` experts that a router finds most likely for it.
+    """(B, T, D) -> (B, T, D): for each token, the sum of its `top_k` most probable experts.
 
-    They are weighted by their likelihood. Every token reaches all of its experts, however many others choose them: no
-    capacity, and nothing is dropped.
+    The sum is weighted by the router's probabilities. There is no capacity limit, so no token is dropped.
     """
 
     def __init__(self, shape: DecoderShape) -> None:
@@ -189,9 +188,9 @@ class Experts(nn.Module):
 def rotate(values: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     """Turn each pair of features by an angle that grows with the position: (B, heads, T, W), (B, T) -> same shape."""
     half = values.shape[-1] // 2
-    wide = torch.promote_types(values.dtype, torch.float32)
-    speeds = base ** (-torch.arange(half, device=values.device, dtype=wide) / half)
-    angles = positions[:, None, :, None].to(wide) * speeds
+    angle_dtype = torch.promote_types(values.dtype, torch.float32)
+    speeds = base ** (-torch.arange(half, device=values.device, dtype=angle_dtype) / half)
+    angles = positions[:, None, :, None].to(angle_dtype) * speeds
     cos, sin = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
     left, right = values[..., :half], values[..., half:]
     return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)

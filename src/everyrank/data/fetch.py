@@ -5,15 +5,18 @@ parts.py and uneven.py decide which samples are read, and in which order.
 
 from __future__ import annotations
 
+import copy
 import functools
 import multiprocessing
 import os
 import signal
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from everyrank.errors import EveryrankError, WorkloadError
@@ -98,10 +101,14 @@ def _fetch_from_workers(loader: DataLoader[Any], timeout_seconds: float) -> Iter
     return batches()
 
 
-def pair_of(content: Any) -> tuple[Any, Any]:
-    """Return a collated batch as (input, target). Raises `WorkloadError` for anything else."""
+def pair_of(content: Any, data_name: str = "train_data", has_collate: bool = False) -> tuple[Any, Any]:
+    """Return a collated batch as (input, target). Raises `WorkloadError` for anything else.
+
+    `data_name` is the field of the workload for the message; `has_collate` is whether its own `collate` made the batch.
+    """
     if not isinstance(content, tuple | list) or len(content) != 2:
-        raise WorkloadError("train_data: a sample must be (input, target)")
+        wrong = f"collate: the batch that it returns for {data_name}" if has_collate else f"{data_name}: a sample"
+        raise WorkloadError(f"{wrong} must be (input, target)")
     return content[0], content[1]
 
 
@@ -122,11 +129,21 @@ def move(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torc
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply `change` to every tensor in nested tuples, lists and dicts."""
+    """Apply `change` to every tensor in nested tuples, lists and dicts, which keep their types.
+
+    The batch sizes of a `PackedSequence` are unchanged, because torch needs them on the CPU.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, PackedSequence):
+        changed = (map_tensors(item, change) for item in (value.data, value.sorted_indices, value.unsorted_indices))
+        data, sorted_indices, unsorted_indices = changed
+        return PackedSequence(data, value.batch_sizes, sorted_indices, unsorted_indices)
+    if isinstance(value, dict | UserDict):
+        result: Any = {} if type(value) is dict else copy.copy(value)  # a subclass may have attributes
+        for key, item in value.items():
+            result[key] = map_tensors(item, change)
+        return result
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(item, change) for item in value))  # a named tuple
     if isinstance(value, tuple | list):

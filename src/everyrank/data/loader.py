@@ -47,22 +47,25 @@ def batches_for_updates(
     if isinstance(dataset, UnevenStreams):
         return uneven_batches(workload, dataset, updates, reads, accumulate, world, dtype, reverse)
     parts = parts_for_updates(workload, dataset, updates, reads, accumulate, reverse)
-    return _fetch(workload, dataset, parts, world, dtype)
+    return _fetch(workload, dataset, parts, world, dtype, "train_data")
 
 
 def batches_for_evaluation(
-    workload: Workload, dataset: Any, reads: Slice, world: World, dtype: torch.dtype
+    workload: Workload, dataset: Any, reads: Slice, world: World, dtype: torch.dtype, data_name: str = "eval_data"
 ) -> Iterator[Batch]:
-    """Yield the rank's part of each evaluation batch, in order: the same number on every rank that reads."""
+    """Yield the rank's part of each evaluation batch, in order: the same number on every rank that reads.
+
+    `data_name` is the field of the workload that `dataset` is of, for messages.
+    """
     if not reads.count:
         return iter(())
     dataset = dataset.whole() if isinstance(dataset, UnevenStreams) else dataset
     parts = parts_for_evaluation(workload, dataset, reads)
-    return (batches[0] for batches in _fetch(workload, dataset, parts, world, dtype))
+    return (batches[0] for batches in _fetch(workload, dataset, parts, world, dtype, data_name))
 
 
 def _fetch(
-    workload: Workload, dataset: Any, updates: Iterator[list[Part]], world: World, dtype: torch.dtype
+    workload: Workload, dataset: Any, updates: Iterator[list[Part]], world: World, dtype: torch.dtype, data_name: str
 ) -> Iterator[list[Batch]]:
     """Fetch the parts of each update, in order, onto this rank's device."""
     # The loader's workers ask for parts ahead of the loop, so their sizes are queued here until the data arrives.
@@ -80,18 +83,20 @@ def _fetch(
         reader = StreamReader(dataset, workload.seed)
     collate: Callable[[Any], Any] = _identity if takes_rows else workload.collate or default_collate
     fetched = fetch_all(reader, collate, keys(), world)
-    return _batches(fetched, pending, functools.partial(move, device=world.device, dtype=dtype))
+    pairs = (pair_of(content, data_name, workload.collate is not None) for content in fetched)
+    return _batches(pairs, pending, functools.partial(move, device=world.device, dtype=dtype))
 
 
 def _batches(
-    fetched: Iterator[Any], pending: collections.deque[list[Part]], change: Callable[[torch.Tensor], torch.Tensor]
+    fetched: Iterator[tuple[Any, Any]],
+    pending: collections.deque[list[Part]],
+    change: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[list[Batch]]:
     """Group the fetched micro-batches by update."""
     while True:
         batches: list[Batch] = []
-        for content in fetched:
+        for value, target in fetched:
             micro_batch = pending[0][len(batches)]
-            value, target = pair_of(content)
             batches.append(
                 Batch(
                     map_tensors(value, change),

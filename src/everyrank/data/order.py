@@ -66,27 +66,32 @@ def epoch_order(length: int, seed: int, epoch: int) -> Tensor:
 
     It takes 4 bytes per sample on every rank (8 from 2^31 samples on), and one second for ten million samples.
     """
-    generator = torch.Generator()
-    generator.manual_seed(seed + epoch)
+    generator = _generator(seed, epoch)
     return torch.randperm(length, generator=generator, dtype=torch.int32 if length < 1 << 31 else torch.int64)
 
 
 def drawn_order(weights: Tensor, seed: int, epoch: int) -> Tensor:
     """Return the samples of one epoch drawn with replacement, (length,), as torch's WeightedRandomSampler."""
-    generator = torch.Generator()
-    generator.manual_seed(seed + epoch)
+    generator = _generator(seed, epoch)
     return torch.multinomial(weights, len(weights), replacement=True, generator=generator)
 
 
 def shard_order(sizes: Sequence[int], seed: int, epoch: int) -> Tensor:
     """Shuffle the files of an epoch, and the samples within each file: all samples in order, (length,)."""
-    generator = torch.Generator()
-    generator.manual_seed(seed + epoch)
+    generator = _generator(seed, epoch)
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + size)
     files = torch.randperm(len(sizes), generator=generator).tolist()
     return torch.cat([torch.randperm(sizes[file], generator=generator) + starts[file] for file in files])
+
+
+def _generator(seed: int, epoch: int) -> torch.Generator:
+    """Return a generator with seed `seed + epoch`; above 64 bits, which torch refuses, it counts from 0 again."""
+    generator = torch.Generator()
+    total = seed + epoch
+    generator.manual_seed(total if total < 1 << 64 else total - (1 << 64))
+    return generator
 
 
 def samples_per_epoch(workload: Workload, length: int) -> int:
@@ -123,7 +128,7 @@ class KnownUpdates(Sequence[Update]):
 
     @property
     def end(self) -> int:
-        """The number of updates of the whole training."""
+        """The number of updates of the training up to the end of this sequence."""
         return self.steps.stop
 
     @property
@@ -171,7 +176,7 @@ def update_samples(order: Tensor | range, global_batch: int, index: int) -> list
 
 
 def sample_numbers(positions: Tensor | range) -> list[int]:
-    """Convert a slice of an order to a list. Only slices: a list needs five times the memory of a tensor."""
+    """Convert a slice of an order to a list. Only slices: a list needs nine times the memory of an int32 tensor."""
     return positions.tolist() if isinstance(positions, Tensor) else list(positions)
 
 

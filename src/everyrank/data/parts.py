@@ -76,10 +76,27 @@ def order_of(workload: Workload, dataset: Any, epoch: int) -> Tensor | range:
 _MAX_WEIGHTS = 1 << 24  # the limit of torch.multinomial
 
 
-@functools.lru_cache(maxsize=4)
 def weights_of(weights: Callable[[], Sequence[float]], length: int) -> Tensor:
     """Return the weight of each training sample, float64, (length,), cached. Raises `WorkloadError`."""
-    values = torch.as_tensor(weights(), dtype=torch.float64).cpu()
+    return _cached_weights(_ByIdentity(weights), length)
+
+
+class _ByIdentity:
+    """A key of a cache for a callable object that may not be hashable, such as a dataclass with `__call__`."""
+
+    def __init__(self, function: Callable[[], Sequence[float]]) -> None:
+        self.function = function
+
+    def __hash__(self) -> int:
+        return id(self.function)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByIdentity) and self.function is other.function
+
+
+@functools.lru_cache(maxsize=4)
+def _cached_weights(weights: _ByIdentity, length: int) -> Tensor:
+    values = torch.as_tensor(weights.function(), dtype=torch.float64).cpu()
     if values.shape != (length,):
         raise WorkloadError(f"weights: shape {tuple(values.shape)} for {length} training samples; give one for each")
     if not bool(((values >= 0) & values.isfinite()).all()) or not float(values.sum()) > 0:
@@ -104,7 +121,8 @@ def _by_shard(
     """Yield parts under order="shard": each rank reads one contiguous range of the shuffled, concatenated shards.
 
     The ranges differ by at most one sample, whatever the number and lengths of the shards. Each update takes samples
-    from every range so that the global batch stays the same, and all ranks finish an epoch in the same update.
+    from every range so that the global batch stays the same, and all ranks finish an epoch in the same update. Each
+    micro-batch has a sample on some rank.
     """
     sizes: Sequence[int] | None = getattr(dataset, "shard_sizes", None)
     if sizes is None or sum(sizes) != len(dataset):
@@ -117,22 +135,26 @@ def _by_shard(
     for update in updates:
         if update.epoch != epoch:
             order, epoch = shard_order(sizes, workload.seed, update.epoch), update.epoch
-        before, after = (
+        samples_before, samples_after = (
             min(number * workload.global_batch, len(dataset)) for number in (update.index, update.index + 1)
         )
-        first, last = len(cut(before, reads)), len(cut(after, reads))
-        samples = sample_numbers(order[local.start + first : local.start + last])
-        micro = [cut(len(samples), Slice(index, accumulate)) for index in range(min(after - before, accumulate))]
+        first, stop = len(cut(samples_before, reads)), len(cut(samples_after, reads))
+        samples = sample_numbers(order[local.start + first : local.start + stop])
+        most_samples = max(
+            len(cut(samples_after, Slice(rank, reads.count))) - len(cut(samples_before, Slice(rank, reads.count)))
+            for rank in range(reads.count)
+        )
+        micro = [cut(len(samples), Slice(index, accumulate)) for index in range(min(most_samples, accumulate))]
         padding_index = min(local.start, len(order) - 1)
         padding = sample_numbers(order[padding_index : padding_index + 1])
         # the index that this part would have in the global batch if the batch were split over ranks
-        start = cut(after, reads).start - cut(before, reads).start
+        start = cut(samples_after, reads).start - cut(samples_before, reads).start
         yield [
             Part(
                 Keys(update.epoch, samples[positions.start : positions.stop][:: -1 if reverse else 1] or padding),
                 len(positions),
                 start + positions.start,
-                after - before,
+                samples_after - samples_before,
                 reverse,
             )
             for positions in micro

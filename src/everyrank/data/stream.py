@@ -107,27 +107,35 @@ class ForwardReader:
         self.epoch = -1
         self.position = 0  # of the next item
         self.items: Iterator[Any] = iter(())
+        self.peeked: list[Any] = []  # the next item, if `peek` has read it
 
     def restart(self, epoch: int) -> None:
         """Go back to the first item of this epoch."""
-        self.epoch, self.position = epoch, 0
+        self.epoch, self.position, self.peeked = epoch, 0, []
         self._seed(-1)
         _hide_worker_info()
         self.items = _items(self.dataset, epoch)
 
     def next(self) -> Any:
         """Return the next item. Raises `StopIteration` at the end."""
-        # a stream without `decode` draws random numbers in `__iter__`: each reader has to draw the same
-        if self.is_random and self.decode is None:
-            self._seed(self.position)
-        item = next(self.items)
+        item = self.peek()
+        self.peeked = []
         self.position += 1
         return item
+
+    def peek(self) -> Any:
+        """Return the next item, which `next` returns again. Raises `StopIteration` at the end."""
+        if not self.peeked:
+            # a stream without `decode` draws random numbers in `__iter__`: each reader has to draw the same
+            if self.is_random and self.decode is None:
+                self._seed(self.position)
+            self.peeked = [next(self.items)]
+        return self.peeked[0]
 
     def has_more(self) -> bool:
         """Consume the next item; return whether there was one."""
         missing = object()
-        return next(self.items, missing) is not missing
+        return bool(self.peeked) or next(self.items, missing) is not missing
 
     def decoded(self, item: Any, position: int) -> Any:
         """Decode an item into a sample."""

@@ -15,6 +15,7 @@ has in an update. If no rank has any, the epoch has ended.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -145,7 +146,7 @@ def count_streams(
 
 
 NOTHING = -1
-"""Replaces the number of samples if the streams of a rank have not returned any sample so far."""
+"""Replaces the number of samples if the streams of a rank are empty."""
 
 
 class UnevenKeys(NamedTuple):
@@ -160,7 +161,7 @@ class UnevenReader(Dataset[Any]):
     """The streams of one rank, read by `UnevenKeys`, which increase within an epoch.
 
     Returns (number of samples, list of samples, their indices in the update). If there are none, the list holds one
-    dummy sample; before the first sample of a rank, the number is NOTHING.
+    dummy sample: the newest one, or the first one of the epoch. If the streams are empty, the number is NOTHING.
     """
 
     def __init__(
@@ -181,10 +182,18 @@ class UnevenReader(Dataset[Any]):
         if pairs:
             samples, sample_indices = zip(*pairs[:: -1 if self.reverse else 1], strict=True)
             return len(pairs), list(samples), list(sample_indices)
-        if self.newest is None:
+        dummy = self.newest or self._first_item()
+        if dummy is None:
             return NOTHING, [], []
-        reader, item, position = self.newest
+        reader, item, position = dummy
         return 0, [reader.decoded(item, position)], [0]
+
+    def _first_item(self) -> tuple[ForwardReader, Any, int] | None:
+        """Return the next item of the first stream that has one, without consuming it; None for empty streams."""
+        for reader in self.readers.values():
+            with contextlib.suppress(StopIteration):
+                return reader, reader.peek(), reader.position
+        return None
 
     def _samples(self, number: int, keys: UnevenKeys) -> list[tuple[Any, int]]:
         """Return the samples of a stream for a micro-batch, with their indices in the update; fewer at its end."""

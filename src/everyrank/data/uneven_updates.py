@@ -202,7 +202,8 @@ def uneven_batches(
         ahead = take()
         if open_updates is not None and ahead is not None:
             open_updates.ahead = ahead[2]
-        yield _parts(contents, agreed, reads, functools.partial(move, device=world.device, dtype=dtype))
+        change = functools.partial(move, device=world.device, dtype=dtype)
+        yield _parts(contents, agreed, reads, change, workload.collate is not None)
         if open_updates is not None and open_updates.is_over:
             return
 
@@ -229,12 +230,13 @@ def _parts(
     agreed: Agreed,
     reads: Slice,
     change: Callable[[torch.Tensor], torch.Tensor],
+    has_collate: bool,
 ) -> list[Batch]:
     """Return this rank's part of each micro-batch that has samples on any rank."""
     start, batches, num_parts = 0, list[Batch](), sum(any(sizes) or agreed.is_simulated for sizes in agreed.sizes)
     for (size, content, sample_indices), sizes in zip(contents, agreed.sizes, strict=True):
         if any(sizes) or agreed.is_simulated:
-            value, target = pair_of(content)
+            value, target = pair_of(content, has_collate=has_collate)
             first = start + sum(sizes[: reads.index])
             changed = map_tensors(value, change), map_tensors(target, change)
             batches.append(Batch(*changed, size, first, agreed.total, num_parts, sample_indices))

@@ -136,7 +136,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def check_optional(
     versions: Mapping[str, str], find_program: Callable[[str], str | None] = shutil.which
 ) -> list[CheckResult]:
-    """Return for each optional package and program the version, or its purpose and how to install it."""
+    """Return the version of each optional package and the path of each program, or how to install what is missing."""
     results: list[CheckResult] = []
     for name, (purpose, install_hint) in _OPTIONAL_PACKAGES.items():
         if name in versions:

@@ -65,7 +65,7 @@ def look_at(workload: Workload, request: EjectRequest) -> Facts:
         raise UsageError(f"workload {workload.name}: eject does not support streams; use a train_data with __len__")
     is_silent = getattr(data, "deterministic", False)
     samples, draws_in_data = _watched(lambda: [data[index % len(data)] for index in range(2)])
-    value, target = pair_of((workload.collate or default_collate)(samples))
+    value, target = pair_of((workload.collate or default_collate)(samples), has_collate=workload.collate is not None)
     seed_everything(workload.seed)
     model = workload.model().train()
     optimizer = workload.optimizer(model)

@@ -24,10 +24,10 @@ _PACKAGES = ("everyrank.builtin", "everyrank.datasets", "everyrank.workload", "e
 class Flattened:
     """The parts of one file.
 
-    imports   import lines of the file
-    texts     definitions, each after those it needs
-    names     defined name -> its module
-    needs_workload   whether the file needs the class Workload
+    imports         import lines of the file
+    texts           definitions, each after those it needs
+    names           defined name -> its module
+    needs_workload  whether the file needs the class Workload
     """
 
     imports: set[ImportLine] = field(default_factory=set[ImportLine])
@@ -59,7 +59,7 @@ def gather_definitions(names_by_module: dict[str, list[str]]) -> Flattened:
 
 def _add(flattened: Flattened, module: str, name: str) -> None:
     """Add the definition of `name`, after everything it depends on."""
-    module, name = _home(module, name)
+    module, name = _defining_module(module, name)
     if (module, name) == ("everyrank.workload.workload", "Workload"):
         flattened.needs_workload = True
         return
@@ -112,13 +112,13 @@ def _top_imports(tree: ast.Module) -> set[ImportLine]:
     return import_lines(ast.unparse(ast.Module(body=[*imports], type_ignores=[])))
 
 
-def _home(module: str, name: str) -> tuple[str, str]:
+def _defining_module(module: str, name: str) -> tuple[str, str]:
     """Return the module that defines a name, and the name, also if an `__init__` re-exports it."""
     source, tree = _parsed(module)
     if _definition(tree, name) is None:
         for line in import_lines(source):
             if line.bound == name and line.name is not None and line.module.startswith("everyrank"):
-                return _home(line.module, line.name)
+                return _defining_module(line.module, line.name)
     return module, name
 
 
@@ -145,7 +145,7 @@ def _defined(statement: ast.stmt) -> list[str]:
 
 
 def _names_in(statement: ast.stmt) -> list[str]:
-    """Return all names in a statement, in order, including those in quoted annotations."""
+    """Return all names in a statement, in order, without those in strings such as quoted annotations."""
     return list(dict.fromkeys(node.id for node in ast.walk(statement) if isinstance(node, ast.Name)))
 
 

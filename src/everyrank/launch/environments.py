@@ -93,7 +93,11 @@ def _check_agreement(environment: Mapping[str, str], info: RankInfo) -> None:
     for name, value in expected.items():
         text = environment.get(name)
         if text and text != str(value):
-            fix = f"start {text} tasks (--ntasks={text}), or unset {name}" if name == "WORLD_SIZE" else f"unset {name}"
+            fix = f"unset {name}"
+            if name == "WORLD_SIZE":
+                is_batch = isinstance(launcher, BatchLauncher)
+                start = f"{text} tasks (--ntasks={text})" if is_batch else f"{text} ranks ({program} -np {text})"
+                fix = f"start {start}, or {fix}"
             raise UsageError(
                 f"{name}={text} in the environment, but {program} set {value} (of {info.size} ranks): {fix}"
             )
@@ -102,16 +106,18 @@ def _check_agreement(environment: Mapping[str, str], info: RankInfo) -> None:
 def is_rank_0_of_all(environment: Mapping[str, str]) -> bool:
     """Whether this process is rank 0 of an external launcher, or not a rank at all.
 
-    Reads only the variable for the rank, because exactly one process has to report errors in the others. A value that
-    is not a number is ignored: a shell in an allocation may have one.
+    Reads only the variables for the rank, because the other variables may be the error that rank 0 has to report. The
+    innermost launcher counts: torchrun may number the nodes differently from srun. A value that is not a number is
+    ignored: a shell in an allocation may have one.
     """
-    # A user may have started only this process, so their RANK counts only next to the marker of a launcher.
-    return all(
-        environment.get(names[0], "0") == "0" or not environment[names[0]].isdecimal()
-        for launcher in launchers()
-        if launcher.marker_variable is None or launcher.marker_variable in environment
-        for names in launcher.rank_variables
-    )
+    for launcher in sorted(launchers(), key=lambda launcher: launcher.nesting_level, reverse=True):
+        # A user may have started only this process, so their RANK counts only next to the marker of a launcher.
+        if launcher.marker_variable is None or launcher.marker_variable in environment:
+            ranks = [environment.get(names[0], "") for names in launcher.rank_variables]
+            numbers = [int(rank) for rank in ranks if rank.isdecimal()]
+            if numbers:
+                return numbers[0] == 0
+    return True
 
 
 def threads_asked(environment: Mapping[str, str]) -> int | None:

@@ -30,6 +30,7 @@ from types import FrameType
 from everyrank.launch import worker
 from everyrank.launch.job import WORKER, Job
 from everyrank.launch.reports import exit_row
+from everyrank.launch.signals import is_end_requested
 from everyrank.launch.supervisor import write_whole
 
 __all__ = ["main"]
@@ -118,7 +119,7 @@ def _wait(supervisors: dict[int, int], directory: Path) -> int:
                 write_whole(directory / f"rank{rank}.exit", json.dumps(exit_row(rank, code)).encode())
         if code and rank is not None and not failed:
             failed = 128 - code if code < 0 else code
-            if (directory / "stop").exists():  # ranks that were asked to stop may end in any way
+            if is_end_requested(directory):  # ranks that were asked to stop may end in any way
                 continue
             timer = threading.Timer(_GRACE_SECONDS, os._exit, (failed,))
             timer.daemon = True

@@ -111,12 +111,19 @@ def cgroup_quota(folder: Path) -> float | None:
 
 
 def host_memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory and swap of this host, or of this container if its limit is lower."""
-    limits = [psutil.virtual_memory().total]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup versions 2 and 1; "max" is no limit
-        with contextlib.suppress(OSError, ValueError):
+    """Bytes of memory and swap of this host, or of this container if its limits are lower."""
+    memory = _limited(psutil.virtual_memory().total, root, "memory.max", "memory/memory.limit_in_bytes")
+    swap = _limited(psutil.swap_memory().total, root, "memory.swap.max")
+    return _limited(memory + swap, root, "memory/memory.memsw.limit_in_bytes")
+
+
+def _limited(num_bytes: int, root: Path, *names: str) -> int:
+    """Return the smallest of this number and the limits in these files of cgroups (version 2 or 1)."""
+    limits = [num_bytes]
+    for name in names:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
             limits.append(int((root / "sys/fs/cgroup" / name).read_text()))
-    return min(limits) + psutil.swap_memory().total
+    return min(limits)
 
 
 def num_accelerators() -> int:

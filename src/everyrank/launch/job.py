@@ -23,6 +23,8 @@ __all__ = [
     "WORKER",
     "Job",
     "Launch",
+    "is_named_by_rendezvous",
+    "job_name",
     "named_function",
     "starts_supervisors",
 ]
@@ -235,11 +237,17 @@ def named_function(function: Callable[..., Any] | str) -> Callable[..., Any]:
 def job_name(launch: Launch, directory: Path) -> str:
     """Return a name that the ranks of one start share on all hosts, without characters that a file name cannot have.
 
-    A launcher that is started on each host has a job folder on each. Then only the rendezvous is common.
+    A launcher that is started on each host has a job folder on each. Then only the rendezvous is common, which an
+    earlier start may have had, too.
     """
-    if launch.nodes > 1 and launch.row.launch_per_node and launch.rendezvous is not None:
-        return re.sub(r"[^\w.-]", "_", launch.rendezvous)
+    if is_named_by_rendezvous(launch):
+        return re.sub(r"[^\w.-]", "_", launch.rendezvous or "")
     return directory.name
+
+
+def is_named_by_rendezvous(launch: Launch) -> bool:
+    """Whether the rendezvous is all that the hosts of this job have in common."""
+    return launch.nodes > 1 and launch.row.launch_per_node and launch.rendezvous is not None
 
 
 @dataclass(frozen=True)
@@ -253,6 +261,7 @@ class Job:
     preload         module that a fork server imports before it forks the ranks
     is_restarted    whether the launcher starts the ranks again when they fail
     name            distinguishes the states of these ranks from those of earlier starts (`job_name`)
+    is_name_unique  whether no earlier start has had this name
     """
 
     payload: bytes
@@ -268,6 +277,7 @@ class Job:
     preload: str = "torch"
     is_restarted: bool = False
     name: str = ""
+    is_name_unique: bool = True
 
     def function(self) -> Callable[..., Any]:
         """Return the function to call. A function given by name is imported here, not in the calling process."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import shlex
+import shutil
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everyrank.errors import UsageError
+from everyrank.errors import CannotRunError, UsageError
 from everyrank.launch.rank_info import RankInfo, rank_info_of_task, whole_numbers
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ __all__ = [
     "find_launcher",
     "launcher_named",
     "launchers",
+    "run_program",
 ]
 
 LAUNCHERS = (
@@ -37,6 +41,7 @@ LAUNCHERS = (
 )
 """Each name is a file in this folder that defines `LAUNCHER`, an instance of its subclass of `Launcher`."""
 DEFAULT_LAUNCHER = "spawn"
+_ANSWER_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,9 @@ class Launcher(ABC):
     default_for_backend     the backend that only its ranks can use; with that backend it is the default launcher
     starts_horovod          ranks of Horovod find each other under it
 
+    node_variables          environment variables for the number of this host, and of hosts. Without them, hosts are
+                            taken to have the same number of ranks, in order
+
     How a process recognizes that this launcher has started it (`rank_info`):
 
     rank_variables    environment variables for rank, local rank, world size and local world size; one tuple for each
@@ -124,6 +132,7 @@ class Launcher(ABC):
     line_prefix: bytes | None = None
     default_for_backend: str | None = None
     starts_horovod: bool = False
+    node_variables: tuple[str, str] | None = None
     rank_variables: Sequence[tuple[str, ...]] = ()
     nesting_level: int = 0
     marker_variable: str | None = None
@@ -138,7 +147,13 @@ class Launcher(ABC):
 
     def find(self) -> str:
         """Return where the launcher is on this machine. Raises `CannotRunError` if it is not installed."""
-        return "starts in this Python"
+        if not self.program:
+            return "starts in this Python"
+        path = shutil.which(self.program)
+        if path is None:
+            hint = f"; {self.install_hint}" if self.install_hint else ""
+            raise CannotRunError(f"--launcher {self.name}: {self.program} was not found on PATH{hint}")
+        return path
 
     def check(self, launch: Launch) -> None:  # noqa: B027  (most launchers support every `Launch`)
         """Raise `UsageError` for a `Launch` that this launcher does not support."""
@@ -220,3 +235,17 @@ def find_launcher(name: str) -> Launcher | None:
 def launchers() -> list[Launcher]:
     """Return all launchers, in the order of the table."""
     return [launcher_named(name) for name in LAUNCHERS]
+
+
+def run_program(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of a launcher, such as sbatch, and return its output.
+
+    Raises `CannotRunError` if it cannot be started or does not end.
+    """
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        reason = f"it did not end within {_ANSWER_SECONDS:g} s"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    raise CannotRunError(f"{shlex.join(command)}: {reason}; check that this command works here")

@@ -143,7 +143,7 @@ class ProcessMonitor:
         limit = time.monotonic() + (self.limit_seconds or 0.0)
         while True:
             codes = [process.poll() for process in self.processes]
-            is_final = not self.launch.restarts_ranks or self._is_stop_requested
+            is_final = not self.launch.restarts_ranks or (self.stop is not None and self.stop.ends_ranks)
             failed = is_final and (self.reports.errors() or self._dead())
             has_failed = failed or any(code not in (None, 0) for code in codes)
             if has_failed and (not self._is_in_grace or None not in codes):
@@ -163,7 +163,9 @@ class ProcessMonitor:
                 self._forward_stop()
             if self.grace_until is not None and time.monotonic() > self.grace_until:
                 assert self.stop is not None
-                raise RankFailedError(f"ranks still ran {self.stop.grace_seconds:g} s after the signal (--grace)")
+                raise RankFailedError(
+                    f"ranks that still ran {self.stop.grace_seconds:g} s after the signal were killed (--grace)"
+                )
             if not was_hang_shown and (hang := hang_report(self.logs / FOLDER, self.job_name)):
                 was_hang_shown = True
                 print(f"everyrank: {hang}", file=sys.stderr, flush=True)
@@ -201,13 +203,9 @@ class ProcessMonitor:
     def _forward_stop(self) -> None:
         """Write the file for which each supervisor polls."""
         assert self.stop is not None
-        content = ""
-        if self.stop.grace_seconds is not None:
-            assert self.stop.asked is not None
-            content = f"{self.stop.count} {int(self.stop.asked)}"
-            if self.stop.asked != signal.SIGUSR1:
-                self.grace_until = time.monotonic() + self.stop.grace_seconds
-        write_whole(self.directory / "stop", content.encode())
+        if self.stop.grace_seconds is not None and self.stop.ends_ranks:
+            self.grace_until = time.monotonic() + self.stop.grace_seconds
+        write_whole(self.directory / "stop", self.stop.request.encode())
 
     def _dead(self) -> list[dict[str, Any]]:
         """Rank processes that ended without a result or an error, earliest first."""
@@ -238,6 +236,8 @@ class ProcessMonitor:
         """Return how the launcher ended, if no rank has reported anything."""
         code = next((process.poll() for process in self.processes if process.poll()), 0) or 0
         ending = f"was ended by {signal_text(-code)}" if code < 0 else "ended"
+        if self.output is not None:
+            self.output.join(_END_SECONDS)  # the last line is read below
         if self.reports.processes():
             return f"{self.launch.launcher} {ending} after its ranks had started"
         return f"{self.launch.launcher} {ending} before its ranks had started{self._last_line()}"
@@ -317,6 +317,7 @@ def _write(line: bytes, prefix: re.Pattern[bytes], screen: IO[bytes], other_outp
     if match is None:
         if not other_output.closed:
             other_output.write(line)
+            other_output.flush()  # its last line may be the cause of a failure
         return
     text = memoryview(line)[match.end() :]
     while text:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 from everyrank.errors import CannotRunError
 from everyrank.launch.job import WORKER, Launch
-from everyrank.launch.launcher import Launcher
+from everyrank.launch.launcher import Launcher, run_program
 
 __all__ = ["LAUNCHER", "find_mpirun"]
 
@@ -73,7 +72,7 @@ def find_mpirun() -> str | None:
 
 @cache
 def _is_open_mpi(path: str) -> bool:
-    version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    version = run_program(path, "--version").stdout
     return "Open MPI" in version or "open-mpi" in version
 
 

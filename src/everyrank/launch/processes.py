@@ -41,7 +41,7 @@ from everyrank.launch.host_info import (
     pid_namespace,
     split_endpoint,
 )
-from everyrank.launch.job import Job, Launch, job_name, named_function
+from everyrank.launch.job import Job, Launch, is_named_by_rendezvous, job_name, named_function
 from everyrank.launch.launcher import BatchLauncher
 from everyrank.launch.monitor import ProcessMonitor
 from everyrank.launch.rank_info import RankInfo
@@ -142,6 +142,7 @@ def _job(launch: Launch, payload: bytes, preload: str, directory: Path, logs: Pa
         preload=preload,
         is_restarted=launch.restarts_ranks,
         name=job_name(launch, directory),
+        is_name_unique=not is_named_by_rendezvous(launch),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
@@ -10,13 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from everyrank.errors import UsageError
 from everyrank.launch.host_info import start_time
 
 __all__ = [
+    "START_VARIABLES",
     "USER_VARIABLES",
     "RankInfo",
     "is_loopback_host",
+    "launcher_process",
     "rank_info_of_one_host",
     "rank_info_of_task",
     "rank_info_of_user",
@@ -25,6 +30,8 @@ __all__ = [
 ]
 
 USER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+START_VARIABLES = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+"""Variables that name one start of the ranks: those of Open MPI and of Slurm."""
 
 
 @dataclass(frozen=True)
@@ -146,20 +153,23 @@ def rank_info_of_task(
     default_port    used if MASTER_PORT is not set
     """
     rank, local_rank, size, local_size = numbers
-    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
-    if address is None and local_size == size:
+    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT") or default_port
+    if local_size == size and not (address and port):
         # The ranks meet in a file, so no port is opened.
-        return RankInfo(rank, local_rank, size, local_size, started_by, _private_file().as_uri())
+        path = _private_file(environment, is_named=first_address is not None)
+        return RankInfo(rank, local_rank, size, local_size, started_by, path.as_uri())
     if first_address is not None:
         address = address or first_address()
-    if default_port is not None:
-        port = port or str(default_port)
     rendezvous = f"tcp://{address}:{port}" if address and port else ""
     return RankInfo(rank, local_rank, size, local_size, started_by, rendezvous, is_store_master=rank == 0)
 
 
-def _private_file() -> Path:
-    """Return a file named after the start of the ranks on this host, in a folder that only this user can open."""
+def _private_file(environment: Mapping[str, str], is_named: bool) -> Path:
+    """Return a file named after the start of the ranks on this host, in a folder that only this user can open.
+
+    is_named   whether variables of Slurm name this start. MPICH does not name a start, so its process does, also in a
+               Slurm job, where two of them may run in one step
+    """
     folder = Path(tempfile.gettempdir()) / f"everyrank-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -169,9 +179,20 @@ def _private_file() -> Path:
     if is_symlink or folder.stat().st_uid != os.getuid():
         problem = "a symlink" if is_symlink else "a folder of another user"
         raise UsageError(f"{folder}: this is {problem}; set TMPDIR to a folder of your own")
-    start = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
-    if "PMIX_NAMESPACE" in os.environ:
-        start = [os.environ["PMIX_NAMESPACE"]]
-    elif not start[0]:  # MPICH does not name a start, so the parent process does; no wrapper may run in between
-        start = [str(os.getppid()), f"{start_time(os.getppid()):.2f}"]
+    start = [environment.get(name, "") for name in START_VARIABLES]
+    if not is_named and not environment.get("PMIX_NAMESPACE"):
+        start = [launcher_process(environment)]
     return folder / re.sub(r"[^\w.-]", "_", "-".join(["meeting", *start]))
+
+
+def launcher_process(environment: Mapping[str, str]) -> str:
+    """Return id and start time of the launcher on this host: the nearest ancestor without the variables of ranks."""
+    names = [name for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") if name in environment]
+    with contextlib.suppress(psutil.Error, OSError):
+        for process in psutil.Process().parents():
+            variables: dict[str, str] = {}
+            with contextlib.suppress(psutil.AccessDenied):  # a process of a different user is no rank
+                variables = process.environ()
+            if not names or not all(name in variables for name in names):
+                return f"{process.pid} {start_time(process.pid)}"
+    return ""

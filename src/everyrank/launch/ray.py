@@ -16,7 +16,11 @@ from everyrank.launch.job import PYTHON, Launch
 from everyrank.launch.launcher import Launcher, LauncherOptions
 from everyrank.options import Argument
 
-__all__ = ["LAUNCHER", "RayOptions", "visible_devices"]
+__all__ = ["LAUNCHER", "NODE_VARIABLES", "RayOptions", "visible_devices"]
+
+
+NODE_VARIABLES = ("EVERYRANK_NODE", "EVERYRANK_NODES")
+"""Variables that the driver sets for each rank."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Ray(Launcher):
     package = "ray"
     install_hint = "pip install 'everyrank[ray]'"
     graceful_shutdown = True
+    node_variables = NODE_VARIABLES
 
     def commands(self, launch: Launch, job_folder: Path) -> list[list[str]]:
         """Return the command of the driver."""

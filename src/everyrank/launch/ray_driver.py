@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import pickle
 import shutil
@@ -29,6 +30,7 @@ from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 from everyrank.launch.job import WORKER, Job
+from everyrank.launch.signals import is_end_requested
 from everyrank.launch.supervisor import end_with_parent
 
 __all__ = ["main"]
@@ -39,6 +41,7 @@ _POLL_SECONDS = 0.1
 _PLACEMENT_SECONDS = 120.0
 _SAVE_SECONDS = 120.0  # for ranks that stop because new ones are added
 _END_SECONDS = 10.0
+_GRACE_SECONDS = 3.0  # after the first failure, so that other ranks can report theirs
 
 
 @ray.remote
@@ -51,14 +54,25 @@ class RankActor:
         self.folder = Path(tempfile.mkdtemp(prefix="everyrank-ray-"))
         self.process: Any = None
         self.sent: set[str] = set()
+        self.kept_version = (0, 0)  # (inode, time) of the preliminary result that was sent last
         self.num_read: dict[str, int] = {}  # bytes already read of a growing file
 
     def host(self) -> tuple[str, list[str]]:
         """Return (Ray node of this actor, numbers of the GPUs that Ray assigned to it)."""
         return ray.get_runtime_context().get_node_id(), [str(number) for number in ray.get_gpu_ids()]
 
-    def start(self, job: bytes, cwd: str, rank: int, size: int, local_rank: int, local_size: int, devices: str) -> None:
+    def start(
+        self,
+        job: bytes,
+        cwd: str,
+        numbers: tuple[int, int, int, int],
+        nodes: tuple[int, int],
+        devices: str,
+    ) -> None:
         """Start the rank. `job` is pickled by the driver and sent by Ray; `devices` are all GPUs used on this node.
+
+        numbers   rank, world size, local rank, local world size
+        nodes     the number of this node, and of nodes
 
         The rank runs in the working folder of the driver if this host has it, else in that of Ray.
         """
@@ -66,8 +80,9 @@ class RankActor:
         import subprocess
 
         from everyrank.launch.host_info import pid_namespace
-        from everyrank.launch.ray import visible_devices
+        from everyrank.launch.ray import NODE_VARIABLES, visible_devices
 
+        rank, size, local_rank, local_size = numbers
         driver_job: Job = pickle.loads(job)  # noqa: S301  (sent by the driver)
         local_job = dataclasses.replace(
             driver_job,
@@ -83,6 +98,7 @@ class RankActor:
         with (self.folder / "screen").open("wb") as screen:  # only rank 0 writes here; the others write to their logs
             # A rank chooses its GPU by its local rank, so it must see the GPUs of all ranks on the node.
             environment = {**os.environ, **visible_devices(devices, os.environ)}
+            environment.update(zip(NODE_VARIABLES, map(str, nodes), strict=True))
             self.process = subprocess.Popen(
                 command,
                 stdout=screen,
@@ -109,10 +125,14 @@ class RankActor:
                     files[path.name] = file.read()
                     self.num_read[path.name] = file.tell()
             elif path.name not in self.sent and (
-                path.name == "address" or path.suffix in (".pid", ".result", ".error", ".exit")
+                path.name.endswith("address") or path.suffix in (".pid", ".result", ".error", ".exit")
             ):
                 self.sent.add(path.name)
                 files[path.name] = path.read_bytes()
+            elif path.suffix == ".kept":  # the rank replaces it
+                version = (path.stat().st_ino, path.stat().st_mtime_ns)
+                if version != self.kept_version:
+                    self.kept_version, files[path.name] = version, path.read_bytes()
         return files, status
 
     def end(self) -> None:
@@ -158,10 +178,10 @@ def main() -> int:
         )
         while True:
             status, is_failure = _attempt(request, content, directory, job)
-            if status == 0 or (is_failure and restarts_left == 0) or (directory / "stop").exists():
+            if status == 0 or (is_failure and restarts_left == 0) or is_end_requested(directory):
                 return status
             restarts_left -= is_failure
-            for kind in ("result", "error", "exit", "pid"):
+            for kind in ("result", "error", "exit", "pid", "kept"):
                 for path in directory.glob(f"rank*.{kind}"):
                     path.unlink(missing_ok=True)
     finally:
@@ -233,28 +253,31 @@ def _place_actors(request: Request) -> tuple[Any, list[Any], list[tuple[str, lis
 def _start(actors: list[Any], hosts: list[tuple[str, list[str]]], content: bytes) -> None:
     """Start all ranks. `hosts` has (node, GPUs) of each actor."""
     nodes = [node for node, _ in hosts]
-    local_sizes, local_ranks = Counter(nodes), Counter[str]()
+    local_sizes, local_ranks, node_names = Counter(nodes), Counter[str](), list(dict.fromkeys(nodes))
     starts: list[Any] = []
     for rank, (actor, node) in enumerate(zip(actors, nodes, strict=True)):
         devices = ",".join(device for other_node, gpus in hosts if other_node == node for device in gpus)
         numbers = (rank, len(actors), local_ranks[node], local_sizes[node])
-        starts.append(actor.start.remote(content, str(Path.cwd()), *numbers, devices))
+        node_numbers = (node_names.index(node), len(node_names))
+        starts.append(actor.start.remote(content, str(Path.cwd()), numbers, node_numbers, devices))
         local_ranks[node] += 1
     ray.get(starts)
 
 
 def _follow(actors: list[Any], extra_group: Any, directory: Path, job: Job) -> Ended:
     """Copy the files of the ranks until they have ended, or have saved because there is room for `extra_group`."""
-    is_stopping, grows_until = False, 0.0
+    grows_until, ends_at, first_failure = 0.0, math.inf, 0
+    # ranks that are started again get no SIGUSR1 that was passed on to the earlier start
+    request = None if is_end_requested(directory) else _stop_request(directory)
     held_files: list[tuple[str, bytes]] = []  # errors and exits of ranks that were stopped to add ranks
     while True:
         time.sleep(_POLL_SECONDS)
-        is_stop_requested = (directory / "stop").exists()
-        if not grows_until and not is_stop_requested and extra_group is not None and is_granted(extra_group):
+        is_stopping = is_end_requested(directory)
+        if not grows_until and not is_stopping and extra_group is not None and is_granted(extra_group):
             grows_until = time.monotonic() + _SAVE_SECONDS
-        if (is_stop_requested or grows_until) and not is_stopping:
-            is_stopping = True
-            request = (directory / "stop").read_bytes() if is_stop_requested else b""
+        new_request = b"" if grows_until and not is_stopping else _stop_request(directory)
+        if new_request != request:  # each signal replaces the one before
+            request = new_request
             ray.get([actor.give.remote("stop", request) for actor in actors])
         results = ray.get([actor.take.remote() for actor in actors])
         statuses = [status for _, status in results]
@@ -265,22 +288,33 @@ def _follow(actors: list[Any], extra_group: Any, directory: Path, job: Job) -> E
                 else:
                     _copy_file(name, text, directory, job, actors)
         failed = [status for status in statuses if status]
+        if failed and not first_failure:
+            first_failure = abs(failed[0])
+            # ranks that were asked to stop may end in any way
+            ends_at = math.inf if is_stopping else time.monotonic() + _GRACE_SECONDS
         has_ended = all(status is not None for status in statuses)
-        is_growing = grows_until and not is_stop_requested
+        is_growing = grows_until and not is_stopping
         if is_growing and (failed or not has_ended):  # else the training ended before the request arrived
             if has_ended or time.monotonic() > grows_until:
                 return Ended(1, is_failure=False)
-        elif failed or has_ended:
+        elif has_ended or time.monotonic() > ends_at:
             for name, text in held_files:
                 _copy_file(name, text, directory, job, actors)
-            return Ended(abs(failed[0]) if failed else 0, is_failure=bool(failed))
+            return Ended(first_failure, is_failure=first_failure > 0)
+
+
+def _stop_request(directory: Path) -> bytes | None:
+    """Return the request to stop that the monitor has written; None without one."""
+    with contextlib.suppress(OSError):
+        return (directory / "stop").read_bytes()
+    return None
 
 
 def _copy_file(name: str, text: bytes, directory: Path, job: Job, actors: list[Any]) -> None:
     if name == "screen":
         sys.stdout.buffer.write(text)
         sys.stdout.flush()
-    elif name == "address":
+    elif name.endswith("address"):  # of everyrank's store; address.address: of the store of a script
         ray.get([actor.give.remote(name, text) for actor in actors[1:]])
     elif name.endswith(".log"):
         with (job.logs / name).open("ab") as log:

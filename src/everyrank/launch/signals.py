@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["Stop", "catch_signals"]
+__all__ = ["Stop", "catch_signals", "is_end_requested"]
 
 
 @dataclass
@@ -27,10 +28,30 @@ class Stop:
     grace_seconds: float | None = None
     count: int = 0
 
+    @property
+    def ends_ranks(self) -> bool:
+        """Whether the ranks are asked to end; False if only SIGUSR1 is passed on to them."""
+        return self.asked is not None and (self.grace_seconds is None or self.asked != signal.SIGUSR1)
+
+    @property
+    def request(self) -> str:
+        """The content of the file `stop` in the job folder: "COUNT SIGNAL" to pass on, or "": SIGUSR1 until the end."""
+        return "" if self.grace_seconds is None else f"{self.count} {int(self.asked or 0)}"
+
+
+def is_end_requested(directory: Path) -> bool:
+    """Whether the file `stop` in this job folder asks the ranks to end: `Stop.ends_ranks` for other processes."""
+    try:
+        text = (directory / "stop").read_text()
+    except OSError:
+        return False
+    return not text.endswith(f" {int(signal.SIGUSR1)}")
+
 
 @contextlib.contextmanager
 def catch_signals(*signals: signal.Signals, same_seconds: float = 0.0) -> Generator[Stop]:
-    """Record these signals instead of ending the process. A second request by SIGTERM has its previous effect.
+    """Record these signals instead of ending the process. A second SIGTERM runs the previous
+    handler, or ends the process if there was none.
 
     A SIGTERM within `same_seconds` counts as the same request: schedulers send it to a rank and to its supervisor,
     which forwards it.

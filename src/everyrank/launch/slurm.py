@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Annotated, Any
 from everyrank.errors import CannotRunError, UsageError
 from everyrank.launch.host_info import addresses_of
 from everyrank.launch.job import PYTHON, WORKER, Launch
-from everyrank.launch.launcher import BatchLauncher, Launcher, LauncherOptions, launchers
+from everyrank.launch.launcher import BatchLauncher, Launcher, LauncherOptions, launchers, run_program
 from everyrank.launch.rank_info import RankInfo, rank_info_of_task, whole_number, whole_numbers
 from everyrank.options import Argument
 
@@ -91,6 +90,7 @@ class Slurm(BatchLauncher):
     needs_shared_folder = True
     graceful_shutdown = True
     nesting_level = 1
+    node_variables = ("SLURM_NODEID", "SLURM_STEP_NUM_NODES")
     rank_variables = (("SLURM_PROCID",),)
     shell_hint = " (in a shell started by srun: unset SLURM_STEP_ID)"
 
@@ -132,7 +132,7 @@ class Slurm(BatchLauncher):
         if not 0 <= node < len(counts):
             raise UsageError(f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE has {len(counts)} nodes: unset both")
         hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-        # Each job and step gets a different port, so two of them on one node do not collide. MASTER_PORT overrides it.
+        # Different jobs and steps mostly get different ports. MASTER_PORT overrides it.
         port = _FIRST_PORT + (job * 64 + step) % _NUM_PORTS
         numbers = (rank, local_rank, size, counts[node])
         return rank_info_of_task(self.name, environment, numbers, lambda: _address_of_node(first_host(hosts)), port)
@@ -238,7 +238,7 @@ class Slurm(BatchLauncher):
         _path_of("sbatch")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(script, encoding="utf-8")
-        result = _run("sbatch", "--parsable", str(path))
+        result = run_program("sbatch", "--parsable", str(path))
         if result.returncode:
             reasons = result.stderr.strip().splitlines() or ["no reason given"]
             raise UsageError(f"sbatch refused {path}: {reasons[-1]}")
@@ -285,7 +285,7 @@ def first_host(nodes: str) -> str:
 
 def requeue(job: str) -> None:
     """Put a running job into the queue again. Raises `CannotRunError` with Slurm's reason."""
-    result = _run("scontrol", "requeue", job)
+    result = run_program("scontrol", "requeue", job)
     if result.returncode:
         raise CannotRunError(f"job {job} could not be requeued: {result.stderr.strip()}")
 
@@ -294,12 +294,8 @@ def _address_of_node(name: str) -> str:
     """Return the name of the node if it has an address here; else the address that Slurm has for it."""
     if addresses_of(name) or shutil.which("scontrol") is None:
         return name
-    match = re.search(r"\bNodeAddr=(\S+)", _run("scontrol", "show", "node", "--oneliner", name).stdout)
+    match = re.search(r"\bNodeAddr=(\S+)", run_program("scontrol", "show", "node", "--oneliner", name).stdout)
     return match[1] if match else name
-
-
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def _path_of(program: str) -> str:

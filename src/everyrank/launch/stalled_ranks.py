@@ -11,17 +11,21 @@ import psutil
 
 __all__ = ["concerns_others", "diagnose_stalled", "is_a_wait", "lost_another", "resume_stopped"]
 
+# the location in the result of `describe`: the user's file may have the name of a backend
+_LOCATION = re.compile(r"\S+:\d+ in \S+: ")
 # the error of a backend after the timeout for another rank
-_TIMEOUT = re.compile(r"(gloo|nccl|shm|mpi).*tim(ed|e) ?out", re.IGNORECASE)
-# what gloo and nccl report if another rank has ended
+_TIMEOUT = re.compile(r"(gloo|nccl|\bshm\b|\bmpi\b).*tim(ed|e) ?out", re.IGNORECASE)
+# what gloo, nccl and the store of torch report if another rank has ended; user code may lose other connections
 _PEER_ENDED = (
-    r"(closed|reset) by peer|gloo.*broken pipe|failed to recv, got 0 bytes|remote process exited|"
-    r"did the remote server shutdown|ncclRemoteError"
+    r"(gloo|nccl|c10d|\bDist\w*Error|SocketImpl).*((closed|reset) by peer|broken pipe)|failed to recv, got 0 bytes|"
+    r"remote process exited|did the remote server shutdown|ncclRemoteError"
 )
-# the error if another rank calls a different collective, for which gloo aborts
-_MISMATCH = re.compile(rf"call the same collectives in the same order|enforce fail|{_PEER_ENDED}", re.IGNORECASE)
+# the error if another rank calls a different collective, for which gloo aborts; torch's allocator has this form, too
+_MISMATCH = re.compile(
+    rf"call the same collectives in the same order|enforce fail at [^\]]*gloo|{_PEER_ENDED}", re.IGNORECASE
+)
 # the error if another rank has ended
-_LOST = re.compile(rf"{_PEER_ENDED}|(shm|mpi) \w+: rank .* has ended", re.IGNORECASE)
+_LOST = re.compile(rf"{_PEER_ENDED}|\b(shm|mpi) \w+: rank .* has ended", re.IGNORECASE)
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _STATES = {
     psutil.STATUS_DISK_SLEEP: "it waits for a disk or a driver (state D)",
@@ -32,17 +36,21 @@ _STATES = {
 
 def is_a_wait(message: str) -> bool:
     """Whether an error message is a timeout while waiting for another rank."""
-    return bool(_TIMEOUT.search(message))
+    return _has(_TIMEOUT, message)
 
 
 def lost_another(message: str) -> bool:
     """Whether a rank failed because another rank has ended, which is the cause."""
-    return _LOST.search(message) is not None
+    return _has(_LOST, message)
 
 
 def concerns_others(message: str) -> bool:
     """Whether an error message is caused by another rank: it did not arrive, or called a different collective."""
-    return is_a_wait(message) or bool(_MISMATCH.search(message))
+    return is_a_wait(message) or _has(_MISMATCH, message)
+
+
+def _has(pattern: re.Pattern[str], message: str) -> bool:
+    return pattern.search(_LOCATION.sub("", message)) is not None
 
 
 def diagnose_stalled(directory: Path, ranks: Sequence[int]) -> dict[int, str]:

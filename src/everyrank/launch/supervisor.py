@@ -21,6 +21,7 @@ import psutil
 
 from everyrank.launch.host_info import host_name, pid_namespace
 from everyrank.launch.job import Job
+from everyrank.launch.signals import is_end_requested
 
 __all__ = ["end_with_parent", "supervise", "write_whole"]
 
@@ -58,7 +59,9 @@ def supervise(job: Job, rank: int, directory: Path) -> None:
 
 def _watch(job: Job, child: int, directory: Path, ending: threading.Event) -> None:
     """Forward requests to stop to the rank. End both when the launcher or the parent process of the job is gone."""
-    launcher_pid, requested_at, forwarded = os.getppid(), 0.0, ""
+    launcher_pid, requested_at = os.getppid(), 0.0
+    # a rank that is started again gets no SIGUSR1 that was passed on to the earlier start
+    forwarded = "" if is_end_requested(directory) else _stop_request(directory)
     is_local = pid_namespace() == job.pid_namespace
     parent_lives = _process_lives(job.parent_pid) if is_local else _heartbeat_lives(directory)
     while True:

@@ -89,6 +89,10 @@ class Torchrun(Launcher):
         command += [f"--log-dir={job_folder}", *launch.arguments, "--no-python"]
         return [[*command, *WORKER, str(job_folder)]]
 
+    def find(self) -> str:
+        """Always available: it is a module of torch."""
+        return "starts in this Python"
+
     def check(self, launch: Launch) -> None:
         """Check the options."""
         options: TorchrunOptions = launch.options

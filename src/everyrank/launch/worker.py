@@ -59,7 +59,7 @@ def main() -> int:
     with contextlib.suppress(OSError):  # its process group is that of its supervisor
         write_whole(directory / f"rank{info.rank}.pid", _process_ids(job).encode())
     _open_log(info, job.logs / f"rank{info.rank}.log")
-    keep_state(job.logs / FOLDER, info.rank, info.size, job.name)
+    keep_state(job.logs / FOLDER, info.rank, info.size, job.name, job.is_name_unique)
     status = _call(job, info, directory)
     _flush()
     os._exit(status)

@@ -71,8 +71,9 @@ class Zygote:
         """Start the command with our standard output and error. Raises `RuntimeError` if the zygote cannot start."""
         connection = self._connect()
         request = pickle.dumps((list(command), dict(environment), os.getcwd()))  # noqa: PTH109
-        socket.send_fds(connection, [_SIZE.pack(len(request))], [1, 2])
-        connection.sendall(request)
+        with contextlib.suppress(ConnectionError):  # it has just ended, and sends no answer
+            socket.send_fds(connection, [_SIZE.pack(len(request))], [1, 2])
+            connection.sendall(request)
         while True:
             answer = self._read(None)
             if answer is None:
@@ -98,8 +99,9 @@ class Zygote:
         self.process = self.connection = None
 
     def _connect(self) -> socket.socket:
-        if self.connection is not None:
+        if self.connection is not None and self.process is not None and self.process.poll() is None:
             return self.connection
+        self.close()  # it has ended, for example because the host had no memory left
         ours, theirs = socket.socketpair()
         command = [*PYTHON, "-m", "everyrank.launch.zygote", str(theirs.fileno()), *self.modules]
         self.process = subprocess.Popen(
@@ -117,7 +119,9 @@ class Zygote:
         """Return the next answer; None if there is none in time, or the zygote has ended."""
         if self.connection is None or not select.select([self.connection], [], [], timeout)[0]:
             return None
-        header = self.connection.recv(_SIZE.size, socket.MSG_WAITALL)
+        header = b""
+        with contextlib.suppress(ConnectionError):  # it was killed before it had read a request
+            header = self.connection.recv(_SIZE.size, socket.MSG_WAITALL)
         if len(header) < _SIZE.size:
             self.connection.close()
             self.connection = None

@@ -165,6 +165,8 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 def _hand_out(full: nn.Module | None, world: World) -> Iterator[tuple[str, Tensor]]:
     """Broadcast each tensor of rank 0's model in turn; yield its name and values. A collective."""
     tensors = _tensors(full) if full is not None else {}
+    if full is not None:  # buffers under all names, because a pipeline stage may lack the block of the first name
+        tensors |= dict(full.named_buffers(remove_duplicate=False))
     headers = [[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors.items()]
     for name, shape, dtype in broadcast_value(0, headers, world):
         if full is not None:

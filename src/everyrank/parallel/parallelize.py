@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -280,10 +281,11 @@ def call_model(model: nn.Module, value: Any, kind: type[nn.Module] | None = None
 
     `kind` is the class whose `forward` signature counts, in case `model` is a wrapper.
 
-    A dict is passed as keyword arguments if `forward` has these names. A tuple or list is passed as positional
-    arguments if `forward` takes that many. Every other value is passed as one argument.
+    A dict, also a UserDict such as the BatchEncoding of a tokenizer, is passed as keyword arguments if `forward` has
+    these names. A tuple or list is passed as positional arguments if `forward` takes that many. Every other value is
+    passed as one argument.
     """
-    if isinstance(value, dict):
+    if isinstance(value, dict | UserDict):
         names, takes_any = _keywords((kind or type(model)).forward)
         if takes_any or names.issuperset(value):
             return model(**value)

@@ -196,9 +196,12 @@ def tensor_tolerance(reference: Reference, number: int, name: str, tensor: Tenso
 
 
 def largest(tensor: Tensor) -> float:
-    """Return the magnitude of the largest element, at least 1e-300."""
+    """Return the magnitude of the largest finite element, at least 1e-300; NaN if there is a NaN."""
+    if not tensor.numel():
+        return 1e-300
     # aminmax avoids a copy in float64, and one of magnitudes
-    return max(*map(abs, map(float, tensor.aminmax())), 1e-300) if tensor.numel() else 1e-300
+    magnitude = max(*map(abs, map(float, tensor.aminmax())), 1e-300)
+    return largest(tensor[tensor.isfinite()]) if magnitude == math.inf else magnitude
 
 
 def _describe_tensors(reference: Reference, run: Trace, precision: str) -> str:

@@ -27,7 +27,7 @@ from everyrank.parity.samples import sample_fingerprint
 from everyrank.parity.trace import trace as run_trace
 from everyrank.world import World
 
-__all__ = ["FORMAT", "KeptComparison", "compare_kept", "elements", "kept_trace"]
+__all__ = ["FORMAT", "KeptComparison", "compare_kept", "elements", "make_trace"]
 
 FORMAT = "everyrank trace 1"
 _ELEMENTS = 64  # number of elements that are kept of each tensor
@@ -35,7 +35,7 @@ _SAMPLES = 32  # number of samples of the training data in the checksum
 _INITIAL_ROUNDING = 1e-6  # relative; a different torch may compute slightly different initial weights
 
 
-def kept_trace(case: ParityCase, world: World, command: list[str]) -> dict[str, Any]:
+def make_trace(case: ParityCase, world: World, command: list[str]) -> dict[str, Any]:
     """Run `single` in float64 with its perturbed runs, and return what the file keeps. On rank 0 of one process."""
     ensure_references(case, Layout("single", precision="float64"), world, "kept")
     reference: Reference = next(run for text, run in case.references.items() if "float64" in text)
@@ -80,7 +80,9 @@ def kept_trace(case: ParityCase, world: World, command: list[str]) -> dict[str, 
 def elements(tensor: Tensor) -> list[float]:
     """Return some elements, evenly spaced, always the same for a shape."""
     flat = tensor.detach().reshape(-1)
-    indices = torch.linspace(0, max(0, flat.numel() - 1), min(_ELEMENTS, flat.numel())).long()
+    last = max(0, flat.numel() - 1)
+    # linspace counts in float32, which saved files rely on, and which may round the last index up
+    indices = torch.linspace(0, last, min(_ELEMENTS, flat.numel())).long().clamp(max=last)
     return flat[indices].double().cpu().tolist()
 
 
@@ -104,7 +106,7 @@ def _data_checksum(data: Any) -> str:
 class KeptComparison:
     """The result of comparing two kept traces.
 
-    status       "equal": at most rounding; "different"; "not comparable": not the same experiment
+    status       "equal": up to rounding; "different"; "not comparable": not the same experiment
     text         the first difference, or the largest one and what rounding allows
     cause        the likely cause; "" if unknown
     changes      versions and machine that differ: `torch: 2.12.0 before, 2.13.0 now`
@@ -170,17 +172,27 @@ def _experiment_difference(before: dict[str, Any], now: dict[str, Any]) -> KeptC
 def _initial_difference(before: dict[str, Any], now: dict[str, Any]) -> KeptComparison | None:
     for name, values in now["initial"].items():
         old = before["initial"].get(name, [])
-        scale = max(map(abs, old), default=0.0)
-        difference = max((abs(a - b) for a, b in zip(old, values, strict=False)), default=0.0)
-        if len(old) != len(values) or not difference <= _INITIAL_ROUNDING * scale + 1e-300:
-            if len(old) == len(values) and difference == 0.0:
-                continue
+        scale = max((abs(value) for value in old if math.isfinite(value)), default=0.0)
+        difference = _largest_difference(old, values)
+        if difference > _INITIAL_ROUNDING * scale + 1e-300:
             return KeptComparison(
                 "not comparable",
                 f"the initial weights are different: {name} by {difference:.1e}",
                 "a seed, the initialization, or the order in which random numbers are drawn has changed",
             )
     return None
+
+
+def _largest_difference(old: Sequence[float], new: Sequence[float]) -> float:
+    """Return the largest difference of two elements; inf if the lengths are different."""
+    return max(map(_difference, old, new), default=0.0) if len(old) == len(new) else math.inf
+
+
+def _difference(old: float, new: float) -> float:
+    """Return the difference of two numbers: 0 if both are the same infinity or NaN, and inf if only one is finite."""
+    if old == new or (math.isnan(old) and math.isnan(new)):
+        return 0.0
+    return math.inf if math.isnan(old - new) else abs(old - new)
 
 
 def _tolerances(before: dict[str, Any], now: dict[str, Any]) -> list[float]:
@@ -212,7 +224,7 @@ def _cause_of_update(before: dict[str, Any], now: dict[str, Any], update: int, o
         is_scale = abs(factor - 1) > 1e-3 and abs(factor - (_round_factor(factor) or 0.0)) < 1e-9 * abs(factor)
         if is_scale:
             return f"the loss is {_round_factor(factor):.6g} times what it was: a scale in the loss has changed"
-        if max(ratios, default=0.0) - min(ratios, default=0.0) < 1e-6:
+        if old and len(ratios) > 1 and max(ratios) - min(ratios) < 1e-6:
             return f"each loss is {factor:.6g} times what it was"
         return "the same weights give a different loss: the model's forward pass, the loss, or the samples have changed"
     ratio = _gradient_ratio(before, now)
@@ -221,10 +233,12 @@ def _cause_of_update(before: dict[str, Any], now: dict[str, Any], update: int, o
             f"the first loss is equal, but the gradients are {ratio:.6g} times what they were: a scale in the backward "
             "pass has changed"
         )
+    if ratio is None and _gradient_ratios(before, now):
+        return "the first loss is equal, but the gradients are different: the backward pass has changed"
     if update == 1 and ratio is not None:
         return "the first loss and gradients are equal: the optimizer or the learning rate has changed"
     if update == 1:
-        return "the first loss is equal, but the gradients are different: the backward pass has changed"
+        return "the first loss is equal: the optimizer, the learning rate, the samples, or a buffer has changed"
     return f"updates 0 to {update - 1} are equal: a schedule, the order of samples, or a buffer has changed"
 
 
@@ -237,23 +251,28 @@ def _round_factor(factor: float) -> float | None:
 
 def _gradient_ratio(before: dict[str, Any], now: dict[str, Any]) -> float | None:
     """Return the factor between the magnitudes of the first gradients; None if it is not the same for all."""
+    ratios = _gradient_ratios(before, now)
+    return statistics.median(ratios) if ratios and max(ratios) - min(ratios) < 1e-6 * max(ratios) else None
+
+
+def _gradient_ratios(before: dict[str, Any], now: dict[str, Any]) -> list[float]:
+    """Return new / old of the elements of the first gradients that are not close to 0."""
     pairs = [
         (old, new)
         for name, values in now["gradients"].items()
         for old, new in zip(before["gradients"].get(name, []), values, strict=False)
     ]
     scale = max((old for old, _ in pairs), default=0.0)
-    ratios = [new / old for old, new in pairs if old > 1e-3 * scale]
-    return statistics.median(ratios) if ratios and max(ratios) - min(ratios) < 1e-6 * max(ratios) else None
+    return [new / old for old, new in pairs if old > 1e-3 * scale]
 
 
 def _final_difference(before: dict[str, Any], now: dict[str, Any]) -> KeptComparison | None:
     for name, values in now["final"].items():
         limits = [side["final_tolerances"].get(name) for side in (before, now)]
-        if None in limits:  # only rounding moves it
+        if None in limits:  # no tolerance: only rounding changes this tensor
             continue
-        difference = max((abs(a - b) for a, b in zip(before["final"][name], values, strict=True)), default=0.0)
-        if not difference <= max(limits):
+        difference = _largest_difference(before["final"][name], values)
+        if difference and (math.isinf(difference) or not difference <= max(limits)):
             return KeptComparison(
                 "different",
                 f"all losses are equal, and {name} differs by {difference:.1e} at the end; rounding allows "
@@ -262,7 +281,7 @@ def _final_difference(before: dict[str, Any], now: dict[str, Any]) -> KeptCompar
             )
     for name, (total, count) in now["evaluation"].items():
         old = before["evaluation"].get(name)
-        if old is None or old[1] != count or not relative(old[0], total) <= 1e-6:
+        if old is None or old[1] != count or (_difference(old[0], total) and not relative(old[0], total) <= 1e-6):
             old_text = "missing" if old is None else f"{old[0]:.9g} of {old[1]:g}"
             new_text = f"{total:.9g} of {count:g}"
             text = f"all updates are equal, and {name} of the evaluation is {old_text} before, {new_text} now"

@@ -1,4 +1,4 @@
-"""Find the first module whose output differs from one device, if the loss differs while the weights are equal.
+"""Find the first module whose output differs from that on one device, if the loss differs and the weights are equal.
 
 Each rank runs two forward passes from the initial weights: one on its slice of the batch, as the layout does, and one
 on the whole batch, as a single process. Inputs and outputs of all modules are compared. The first one that differs is
@@ -44,27 +44,29 @@ def first_output_that_differs(case: ParityCase, layout: Layout, world: World, up
     local = _forward(case, layout, world, update)
     expected = _forward(case, Layout("single", precision="float64"), single_process_world(world), update)
     is_whole = local.has_all_samples and not any(code.contract.reads(axis) == "sequence" for axis in code.axes)
-    right = _compare_modules(local, expected, is_whole)
+    is_correct = _compare_modules(local, expected, is_whole)
     keys = list(expected.events)
-    wrong = _unrepaired(local, right)
+    wrong = _unrepaired(local, is_correct)
     first_wrong_index = keys.index(wrong[0]) if wrong else len(keys)
     first_on_ranks = [int(index) for index in all_gather(torch.tensor([first_wrong_index]), world)]
     earliest = min(first_on_ranks)
     if earliest == len(keys):
-        has_output = [row.tolist() == [1] for row in all_gather(torch.tensor([int(_has_right_output(right))]), world)]
+        has_output = [
+            row.tolist() == [1] for row in all_gather(torch.tensor([int(_has_correct_output(is_correct))]), world)
+        ]
         return (
             "the output of the model equals that of one device: the difference is in the loss"
             if all(has_output)
             else ""
         )
     ranks = [rank for rank, index in enumerate(first_on_ranks) if index == earliest]
-    text = _describe(local, expected, keys[earliest], right, code, world, ranks)
+    text = _describe(local, expected, keys[earliest], is_correct, code, world, ranks)
     padding_note = _padded_layer(local, expected, keys[:earliest], code)
     return str(broadcast_value(ranks[0], text + (f"; {padding_note}" if padding_note else ""), world))
 
 
-def _has_right_output(right: dict[Key, bool | None]) -> bool:
-    return right.get(Key("", 0, "output")) is True
+def _has_correct_output(is_correct: dict[Key, bool | None]) -> bool:
+    return is_correct.get(Key("", 0, "output")) is True
 
 
 def _forward(case: ParityCase, layout: Layout, world: World, update: Update) -> Recording:
@@ -95,18 +97,18 @@ def _compare_modules(local: Recording, expected: Recording, is_whole: bool) -> d
     return result
 
 
-def _unrepaired(local: Recording, right: dict[Key, bool | None]) -> list[Key]:
+def _unrepaired(local: Recording, is_correct: dict[Key, bool | None]) -> list[Key]:
     """Return, in order, the wrong tensors that no later step corrects.
 
     For example, an all-reduce turns the terms of the ranks into the correct sum.
     """
-    repaired = ancestors(node for key, event in local.events.items() if right[key] for node in event.nodes)
+    repaired = ancestors(node for key, event in local.events.items() if is_correct[key] for node in event.nodes)
     result: list[Key] = []
     for key, event in local.events.items():
-        if right[key] is not False or any(node in repaired for node in event.nodes if node is not None):
+        if is_correct[key] is not False or any(node in repaired for node in event.nodes if node is not None):
             continue
         enclosing_call = event.parent
-        while enclosing_call is not None and not right.get(enclosing_call):
+        while enclosing_call is not None and not is_correct.get(enclosing_call):
             enclosing_call = local.events[enclosing_call].parent if enclosing_call in local.events else None
         if enclosing_call is None:
             result.append(key)
@@ -117,7 +119,7 @@ def _describe(
     local: Recording,
     expected: Recording,
     key: Key,
-    right: dict[Key, bool | None],
+    is_correct: dict[Key, bool | None],
     code: CustomParallelize,
     world: World,
     ranks: Sequence[int],
@@ -136,12 +138,12 @@ def _describe(
         return f"{text}: batch norm over one rank's samples only (SyncBatchNorm uses those of all ranks)"
     if "Dropout" in expected_event.kind and event is not None and _is_smaller(event, expected_event):
         return (
-            f"{text}: the dropout masks differ. {code.path} passes a part of a tensor as a plain tensor, and dropout "
-            "takes it for the whole one. Make the part a DTensor, or compare without dropout: "
+            f"{text}: the dropout masks differ. {code.path} passes a shard as a plain tensor, so dropout draws a "
+            "mask for the shard instead of the whole tensor. Make the shard a DTensor, or compare without dropout: "
             'Workload(dropout="torch")'
         )
-    is_input_right = right.get(key._replace(role="input")) is True
-    return text + (", whose input is right" if is_input_right else "") + (f": {difference}" if difference else "")
+    is_input_correct = is_correct.get(key._replace(role="input")) is True
+    return text + (", whose input is right" if is_input_correct else "") + (f": {difference}" if difference else "")
 
 
 def _is_smaller(event: ModuleEvent, expected: ModuleEvent) -> bool:
@@ -165,11 +167,11 @@ def _describe_difference(
     )
     if local is None or whole is None:
         local, whole = pairs[0] if pairs else (None, None)
-    can_add = (
+    has_local_shape = (
         local is not None and whole is not None and local.shape == local_samples(local, whole, recording.samples).shape
     )
-    sizes = all_gather(torch.tensor([local.numel() if local is not None and can_add else -1]), world)
-    if len({int(size) for size in sizes}) == 1 and local is not None and whole is not None and can_add:
+    sizes = all_gather(torch.tensor([local.numel() if local is not None and has_local_shape else -1]), world)
+    if len({int(size) for size in sizes}) == 1 and local is not None and whole is not None and has_local_shape:
         comparison = compare_ranks(local, local_samples(local, whole, recording.samples), code, world)
         if comparison.reduction:
             axes_text = " x ".join(comparison.reducing_axes)
@@ -234,7 +236,7 @@ def _matching_axes(code: CustomParallelize, factor: float) -> str:
 
 
 def _misplaced_features(local: Tensor, whole: Tensor, rows: range) -> str:
-    """Describe a group of features that is that of other samples, or is at another position, on one device.
+    """Describe a group of features that belongs to other samples, or to another position, in the one-device tensor.
 
     The features are split into equal groups. Returns "" unless each of them occurs in the one-device tensor.
     """

@@ -14,7 +14,7 @@ from everyrank.measure.provenance import provenance
 from everyrank.options import VerifyOptions
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import ParityCase, check_layout, gradient_case, parity_case
-from everyrank.parity.kept import kept_trace
+from everyrank.parity.kept import make_trace
 from everyrank.parity.samples import check_samples
 from everyrank.progress import print_lines_once, print_row, progress
 from everyrank.record import Parity, Record
@@ -117,13 +117,13 @@ def _with_samples(parity: Parity, case: ParityCase, layout: Layout, world: World
 def keep_rank(
     info: RankInfo, workload_or_source: Source | Workload, launch: Launch, options: VerifyOptions
 ) -> dict[str, Any] | None:
-    """Return the content of a trace file of `single` (`kept_trace`), on rank 0."""
+    """Return the content of a trace file of `single` (`make_trace`), on rank 0."""
     with open_world(info, launch) as world:
         workload = load(workload_or_source)
         train_data, eval_data = open_data(workload, world)
         steps, is_cached = options.steps, not options.fresh
         case = parity_case(workload, train_data, eval_data, steps, is_quick=options.quick, is_cached=is_cached)
-        return kept_trace(case, world, options.command) if world.rank == 0 else None
+        return make_trace(case, world, options.command) if world.rank == 0 else None
 
 
 def verify_gradients_rank(

@@ -188,7 +188,10 @@ def distance(reference: Tensor, tensor: Tensor, left_out: Tensor | None = None) 
             is_compared = ~left_out.reshape(-1)[start : start + _CHUNK_ELEMENTS]
             expected, values = expected[is_compared], values[is_compared]
         if expected.numel() and not torch.equal(expected, values):
-            largest = float((expected.double() - values.double()).abs().max())
+            differences = (expected.double() - values.double()).abs()
+            largest = float(differences.max())
+            if largest != largest:  # a NaN, or the difference of two equal infinities
+                largest = float(differences.where(expected != values, 0.0).max())
             largest_difference = max(largest_difference, largest if largest == largest else float("inf"))
     return largest_difference
 

@@ -16,6 +16,7 @@ accumulation.py  one all-reduce for each update of several backwards
 evaluation.py  counts of the training loop, and evaluations
 outputs.py     files, folders, progress bars
 frame.py       imports, helper functions, start and end, random numbers
+names.py       other names for added functions whose names the script uses
 helpers.py     the functions in plain PyTorch that are added to a port
 check.py       the comparison of a port with the original
 to_workload/   turns the script into the file of a workload, and compares the two

@@ -14,11 +14,14 @@ __all__ = ["PortComparison", "compare_port"]
 
 FLOAT64_TOLERANCE, FLOAT32_TOLERANCE = 1e-9, 2e-3
 _WEIGHTS_TOLERANCE = 1e-7
-_PRINTED_TOLERANCE = 2e-4
+_PRINTED_TOLERANCE = 2e-4  # relative
+_PRINTED_ZERO = 1e-9
 _LOCAL_LOSS = "it is the loss of one rank's samples, not the mean over the samples of all ranks"
 # lines with a time or a speed differ in each run
 _IS_TIMED = re.compile(
-    r"\d\d:\d\d|\d\s*(ms|s|sec|secs|seconds|it/s|samples/s|mins?)\b|time|elapsed|eta|speed|throughput", re.IGNORECASE
+    r"\d\d:\d\d|\d\s*(ms|s|sec|secs|seconds|it/s|samples/s|mins?)\b"
+    r"|(?<![a-z])((run|wall|date)?times?(stamp)?|elapsed|eta|speed|throughput)(?![a-z])",  # whole words: not "beta"
+    re.IGNORECASE,
 )
 _NUMBER = re.compile(r"-?\d+\.?\d*(?:[eE][-+]?\d+)?")
 
@@ -222,7 +225,7 @@ def _distance(expected: dict[str, Any], actual: dict[str, Any]) -> tuple[float |
 
 
 def _differing_lines(original: RankRecording, port: RankRecording, is_cut: bool) -> list[tuple[str, str]]:
-    """Return the printed lines that differ by more than rounding, without lines with times.
+    """Return the printed lines whose numbers differ by more than rounding, without lines that look timed.
 
     If a run `is_cut`, only the lines that both printed are compared.
     """
@@ -244,8 +247,26 @@ def _lines(printed: list[Printed]) -> list[str]:
 def _is_same(line: str, other_line: str) -> bool:
     if _NUMBER.sub("#", line) != _NUMBER.sub("#", other_line):
         return False
-    pairs = zip(map(float, _NUMBER.findall(line)), map(float, _NUMBER.findall(other_line)), strict=True)
-    return all(abs(a - b) <= _PRINTED_TOLERANCE * max(1.0, abs(a)) for a, b in pairs)
+    return all(
+        _is_close(text, other_text)
+        for text, other_text in zip(_NUMBER.findall(line), _NUMBER.findall(other_line), strict=True)
+    )
+
+
+def _is_close(text: str, other_text: str) -> bool:
+    """Whether two printed numbers are equal except for rounding, which may also change their last digit."""
+    number, other_number = float(text), float(other_text)
+    largest, gap = max(abs(number), abs(other_number)), abs(number - other_number)
+    last_digit = max(_last_digit(text), _last_digit(other_text))
+    # 0.0001 and 0.0002 differ in their only digit, so they are not close
+    rounded = last_digit * 1.01 if last_digit <= min(_PRINTED_TOLERANCE, 0.01 * largest) else 0.0
+    return gap <= max(_PRINTED_TOLERANCE * largest, rounded, _PRINTED_ZERO)
+
+
+def _last_digit(text: str) -> float:
+    """Return the value of one unit in the last digit of a printed number: 0.001 for "0.512", 1e-7 for "3.25e-05"."""
+    digits, _, exponent = text.lower().partition("e")
+    return 10.0 ** (int(exponent or 0) - len(digits.partition(".")[2]))
 
 
 # --- what each rank does, and checkpoints

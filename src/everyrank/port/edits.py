@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -38,6 +39,11 @@ _DISTRIBUTED = {
     "lightning_fabric": "Lightning",
 }
 _VISIBLE_DEVICES = {f"os.environ[{quote}CUDA_VISIBLE_DEVICES{quote}]" for quote in "\"'"}
+# calls whose arguments are shown, or are weights of a mean
+_SHOWING = {
+    *("print", "write", "format", "debug", "info", "warning", "log", "add_scalar"),
+    *("set_postfix", "set_postfix_str", "set_description", "update", "append"),
+}
 _NO_LAUNCHER = '"RANK" not in os.environ'
 _DEVICE_REASON = "each rank has its own device"
 _LOADERS = {
@@ -47,7 +53,7 @@ _LOADERS = {
 
 
 def edit_script(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Plan:
-    """Edit the script as `choice` says; the result is in `Plan.source`. Raises `NotPortedError`."""
+    """Edit the script for a choice; the result is in `Plan.source`. Raises `NotPortedError`."""
     plan = Plan(files, list(facts), choice)
     refuse_distributed(plan)
     backwards = plan.of("backward")
@@ -126,6 +132,11 @@ def edit_loaders(plan: Plan) -> None:
         if plan.once(call):
             reason = f"each rank reads its part of every batch{_LOADERS.get(plan.choice.target, '')}"
             if plan.choice.sampler == "torch":
+                if sampler := plan.custom_sampler(loader):
+                    raise NotPortedError(
+                        loader.line,
+                        f"--sampler torch would read all samples of the dataset, in place of {sampler}: leave it out",
+                    )
                 reason = "DistributedSampler divides the samples over the ranks"
                 plan.note(
                     loader.line,
@@ -139,7 +150,10 @@ def edit_loaders(plan: Plan) -> None:
 
 
 def _replace_batch_size(plan: Plan, call: ast.AST) -> None:
-    """In the training loop, replace the batch size of the loader by the number of samples of this rank."""
+    """In the training loop, replace the batch size of the loader in sizes of tensors by this rank's number of samples.
+
+    Sums and prints keep it: they count the samples of all ranks.
+    """
     source = plan.source
     size = next(
         (source.code(keyword.value) for keyword in getattr(call, "keywords", []) if keyword.arg == "batch_size"), ""
@@ -151,11 +165,45 @@ def _replace_batch_size(plan: Plan, call: ast.AST) -> None:
         loop = next((inner for inner in source.loops(node) if isinstance(inner, ast.For)), None) if node else None
         if loop is None or not plan.once(loop, "batch size"):
             continue
-        names = plan.batch_names(loop)
+        batch = _one_tensor(plan, loop)
         for inner in ast.walk(loop):
             is_read = isinstance(inner, ast.Name | ast.Attribute) and isinstance(inner.ctx, ast.Load)
-            if is_read and source.code(inner) == size and names:
-                source.replace(inner, f"len({names[0]})", "the number of samples of this rank")
+            if is_read and source.code(inner) == size and batch and not _counts_samples(plan, inner):
+                source.replace(inner, f"len({batch})", "the number of samples of this rank")
+
+
+def _one_tensor(plan: Plan, loop: ast.For) -> str:
+    """Return an expression for a tensor of the batch: `x`, or `batch["image"]` of a dictionary; "" without a name."""
+    names = plan.batch_names(loop)
+    for node in ast.walk(loop):
+        match node:
+            case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str())) if names == [name]:
+                return plan.source.code(node)
+            case _:
+                pass
+    return names[0] if names else ""
+
+
+def _counts_samples(plan: Plan, size: ast.AST) -> bool:
+    """Whether a batch size is part of a sum or print: `total += loss.item() * size`, `i * size + len(x)`."""
+    source, child = plan.source, size
+    for node in itertools.islice(source.ancestors(size), 1, None):
+        if isinstance(node, ast.Call) and child is not node.func:
+            return source.code(node.func).rpartition(".")[2] in _SHOWING
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            other = node.right if child is node.left else node.left
+            if not isinstance(other, ast.Constant) and not _is_in_call(plan, node):
+                return True
+        if isinstance(node, ast.stmt):
+            return isinstance(node, ast.AugAssign)
+        child = node
+    return False
+
+
+def _is_in_call(plan: Plan, node: ast.AST) -> bool:
+    """Whether an expression is an argument of a call in its statement."""
+    arguments = itertools.takewhile(lambda each: not isinstance(each, ast.stmt), plan.source.ancestors(node))
+    return any(isinstance(each, ast.Call) for each in arguments)
 
 
 def _split_tensors(plan: Plan) -> None:
@@ -203,23 +251,50 @@ def _after_branches(plan: Plan, statement: ast.stmt, call: ast.AST | None) -> as
 
 
 def replace_leftovers(plan: Plan) -> None:
-    """Remove DataParallel, and replace numbered devices by the device of the rank."""
+    """Remove DataParallel, and replace the devices "cuda:0", torch.device("cuda", 0), .cuda(0) and .to(0) by "cuda"."""
     source = plan.source
-    numbered: list[ast.expr] = []
+    numbered: list[tuple[ast.expr, str]] = []
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and node.args and source.code(node.func).rpartition(".")[2] == "DataParallel":
             source.replace(node, source.code(node.args[0]), "DistributedDataParallel takes its place")
         if isinstance(node, ast.expr) and _names_device(node):
-            numbered.append(node)
+            numbered.append((node, '"cuda"'))
+        elif isinstance(node, ast.Call) and (replacement := _device_number(plan, node)) is not None:
+            numbered.append(replacement)
         if isinstance(node, ast.Expr) and source.code(node.value).startswith("torch.cuda.set_device("):
             source.put_under(node, _NO_LAUNCHER, _DEVICE_REASON)
         if isinstance(node, ast.Assign) and source.code(node.targets[0]) in _VISIBLE_DEVICES:
             source.put_under(node, _NO_LAUNCHER, _DEVICE_REASON)
-    if len({source.code(node).strip("\"'") for node in numbered}) > 1:
-        plan.note(numbered[1].lineno, "this script names several devices: each rank has one, so remove the others")
+    names: dict[str, ast.expr] = {}
+    for node, _ in numbered:
+        if not isinstance(node, ast.Name | ast.Attribute):  # a variable has one value
+            names.setdefault(_number_in(source.code(node)), node)
+    if len(names) > 1:
+        line = list(names.values())[1].lineno
+        plan.note(line, "this script names several devices: each rank has one, so remove the others")
         return
-    for node in numbered:
-        source.replace(node, '"cuda"', _DEVICE_REASON)
+    for node, text in numbered:
+        source.replace(node, text, _DEVICE_REASON)
+
+
+def _number_in(code: str) -> str:
+    """Return the number in the text of a device, such as "0" of `"cuda:0"`, `torch.device("cuda", 0)` and `0`."""
+    match = re.fullmatch(r"""["']cuda:(\d+)["']|.*["']cuda["'], *(\d+)\)""", code)
+    return code if match is None else match[1] or match[2]
+
+
+def _device_number(plan: Plan, call: ast.Call) -> tuple[ast.expr, str] | None:
+    """Return the expression in a call that is the number of a GPU, and the text in its place; None if there is none."""
+    name = plan.source.code(call.func)
+    match call:
+        case ast.Call(func=ast.Attribute(attr="cuda"), args=[ast.Name() | ast.Attribute() as device, *_]):
+            return device, '"cuda"'
+        case ast.Call(func=ast.Attribute(attr="cuda" | "to"), args=[ast.Constant(value=int() as number) as device, *_]):
+            return None if isinstance(number, bool) else (device, '"cuda"')
+        case ast.Call(args=[ast.Constant(value="cuda"), _]) if name in ("torch.device", "device"):
+            return call, f'{name}("cuda")'
+        case _:
+            return None
 
 
 def _names_device(node: ast.expr) -> bool:

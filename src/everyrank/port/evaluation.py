@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 from everyrank.port.loss import count_of_terms
 from everyrank.port.plan import Plan
@@ -26,54 +27,129 @@ _KEEPS_WHOLE = {
 
 
 def edit_counts(plan: Plan) -> None:
-    """Count samples that the training loop adds up or prints over all ranks."""
+    """Sum the counts, and average the means, of the training loop over the ranks, without evaluations inside of it."""
     source = plan.source
     for backward in plan.of("backward"):
         node = source.at(backward.span)
         for loop in source.loops(node)[:1] if node else []:
             if not plan.once(loop, "counts"):
                 continue
-            for each in ast.walk(loop):
-                if isinstance(each, ast.AugAssign) and isinstance(each.op, ast.Add):
-                    _add_up(plan, each)
+            _split_shared(plan, loop)
+            for each in _training_nodes(plan, loop):
+                addition = _addition(plan, each)
+                if addition is not None:
+                    _add_up(plan, addition[1], is_shared=_is_conditional(plan, node, loop))
                 elif isinstance(each, ast.Call) and source.code(each.func) in ("print", "tqdm.write"):
                     for inner in ast.walk(each):
                         if _is_length(plan, inner) and plan.once(inner, "count"):
                             _wrap(plan, inner)
-                if _is_mean(plan, each) and plan.once(each, "mean"):
+                if isinstance(each, ast.Call) and _is_mean(plan, each) and plan.once(each, "mean"):
                     _average(plan, each)
 
 
-def _is_mean(plan: Plan, node: ast.AST) -> bool:
-    """Whether an expression is a mean over the samples that is only printed: `output.mean().item()`."""
+def _split_shared(plan: Plan, loop: ast.AST) -> None:
+    """Split the other loaders that a training loop reads, because its counts are summed over the ranks."""
     source = plan.source
-    if not (isinstance(node, ast.Attribute) and node.attr == "item" and isinstance(source.parents[node], ast.Call)):
-        return False
-    if not isinstance(node.value, ast.Call) or not isinstance(node.value.func, ast.Attribute):
-        return False
-    return node.value.func.attr == "mean" and not node.value.args and not node.value.keywords
+    ids = {fact.details["id"] for fact in plan.of("pass") if source.at(fact.span, ast.For) is loop}
+    for loader in plan.of("loader"):
+        call = source.at(loader.span)
+        is_split = loader.details["id"] in plan.training_loaders or loader.details["is_stream"]
+        if loader.details["id"] in ids and loader.is_inner and not is_split and call is not None and plan.once(call):
+            plan.split_loader(call, "each rank evaluates its part of every batch")
 
 
-def _average(plan: Plan, node: ast.AST) -> None:
+def _training_nodes(plan: Plan, loop: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a training loop, without the loops inside of it in which every rank evaluates all samples."""
+    for child in ast.iter_child_nodes(loop):
+        if not (isinstance(child, ast.For | ast.While) and _evaluates(plan, child)):
+            yield child
+            yield from _training_nodes(plan, child)
+
+
+def _evaluates(plan: Plan, loop: ast.For | ast.While) -> bool:
+    """Whether a loop inside of the training loop reads another loader, or uses the model."""
+    source = plan.source
+    for fact in plan.of("pass"):
+        if source.at(fact.span, ast.For) is loop and fact.details["id"] not in plan.training_loaders:
+            return True
+    calls = [source.at(fact.span) for fact in plan.training_forwards]
+    models = {source.code(call.func) for call in calls if isinstance(call, ast.Call)}
+    nodes = set(ast.walk(loop))
+    uses_model = any(isinstance(each, ast.Name | ast.Attribute) and source.code(each) in models for each in nodes)
+    return uses_model and not any(call in nodes for call in calls)
+
+
+def _is_conditional(plan: Plan, node: ast.AST | None, loop: ast.AST) -> bool:
+    """Whether a backward is under an `if` of its loop, as in one loop for training and validation."""
+    for each in plan.source.ancestors(node):
+        if each is loop:
+            return False
+        if isinstance(each, ast.If):
+            return True
+    return False
+
+
+def _addition(plan: Plan, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
+    """Return what a statement such as `seen += n` or `seen = seen + n` adds to, and what it adds; None for others."""
+    code = plan.source.code
+    match node:
+        case ast.AugAssign(target=target, op=ast.Add(), value=value):
+            return target, value
+        case ast.Assign(targets=[target], value=ast.BinOp(left=left, op=ast.Add(), right=right)):
+            if code(left) == code(target):
+                return target, right
+            return (target, left) if code(right) == code(target) else None
+        case _:
+            return None
+
+
+def _is_mean(plan: Plan, node: ast.Call) -> bool:
+    """Whether an expression is a mean as a number: `x.mean().item()`, or an accuracy: `(a == b).float().mean()`."""
+    if node.keywords:
+        return False
+    is_method = isinstance(node.func, ast.Attribute) and node.func.attr == "mean" and not node.args
+    parent = plan.source.parents[node]
+    if is_method and isinstance(parent, ast.Attribute) and parent.attr == "item":
+        return True
+    averaged = node.func if is_method else node.args[0] if plan.source.code(node.func) == "torch.mean" else None
+    while isinstance(averaged, ast.Attribute | ast.Call) and not _is_comparison(averaged):
+        averaged = averaged.func if isinstance(averaged, ast.Call) else averaged.value
+    return averaged is not None and _is_comparison(averaged)
+
+
+def _is_comparison(node: ast.AST) -> bool:
+    """Whether an expression is `a == b`, `a.eq(b)` or `torch.eq(a, b)`."""
+    match node:
+        case ast.Compare(ops=[ast.Eq()]):
+            return True
+        case ast.Call(func=ast.Attribute(attr="eq")):
+            return True
+        case _:
+            return False
+
+
+def _average(plan: Plan, node: ast.Call) -> None:
     """Average a printed mean over all ranks."""
-    assert isinstance(node, ast.Attribute)
     try:
         count = count_of_terms(plan, plan.source.statement(node))
     except NotPortedError:
         plan.note(node.lineno, "this mean is that of rank 0's samples")
         return
     plan.helpers.add("mean_over_ranks")
-    plan.source.wrap(node.value, "mean_over_ranks(", f", {count})", "the mean over the samples of all ranks")
+    plan.source.wrap(node, "mean_over_ranks(", f", {count})", "the mean over the samples of all ranks")
 
 
-def _add_up(plan: Plan, statement: ast.AugAssign) -> None:
-    """Edit `correct += (...).sum().item()`, `seen += len(x)` and `total += loss.item() * len(x)`."""
-    if _is_count(plan, statement.value):
-        if plan.once(statement.value, "count"):
-            _wrap(plan, statement.value)
-        return
-    for inner in ast.walk(statement.value):
-        if _is_length(plan, inner) and plan.once(inner, "count"):
+def _add_up(plan: Plan, value: ast.expr, *, is_shared: bool) -> None:
+    """Edit what is added: `(...).sum().item()`, `len(x)`, `loss.item() * len(x)`.
+
+    In a loop that validation shares (`is_shared`), the loss may be that of a rank's samples, so its product is summed.
+    """
+    lengths = [inner for inner in ast.walk(value) if _is_length(plan, inner)]
+    is_product = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult) and bool(lengths)
+    if _is_count(plan, value) or (is_shared and is_product and plan.choice.loss == "mean"):
+        lengths = [value]
+    for inner in lengths:
+        if plan.once(inner, "count"):
             _wrap(plan, inner)
 
 
@@ -94,10 +170,22 @@ def _is_length(plan: Plan, node: ast.AST) -> bool:
 
 def _is_count(plan: Plan, node: ast.AST) -> bool:
     """Whether an expression counts samples: a length, or the sum of a comparison."""
-    text = plan.source.code(node)
-    return _is_length(plan, node) or (
-        ".sum()" in text and "loss" not in text.lower() and ("==" in text or "eq(" in text)
-    )
+    is_loss = "loss" in plan.source.code(node).lower()
+    compares = any(_is_comparison(each) for each in ast.walk(node))
+    return _is_length(plan, node) or (compares and not is_loss and _has_sum(plan, node))
+
+
+def _has_sum(plan: Plan, node: ast.AST) -> bool:
+    """Whether an expression is a sum of all elements: `x.sum()`, `torch.sum(x)`, `np.sum(x)`."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Call) and not each.keywords:
+            name = plan.source.code(each.func)
+            if name in ("sum", "torch.sum", "np.sum", "numpy.sum", "torch.count_nonzero", "np.count_nonzero"):
+                if len(each.args) == 1:
+                    return True
+            elif name.endswith((".sum", ".count_nonzero")) and not each.args:
+                return True
+    return False
 
 
 def edit_evaluations(plan: Plan) -> None:
@@ -111,19 +199,20 @@ def edit_evaluations(plan: Plan) -> None:
         loader_call = source.at(loader.span) if loader else None
         if not isinstance(loop, ast.For) or loader is None or loader_call is None or not plan.once(loop):
             continue
-        sums = [inner for inner in ast.walk(loop) if isinstance(inner, ast.AugAssign) and isinstance(inner.op, ast.Add)]
-        names = list(dict.fromkeys(source.code(inner.target) for inner in sums))
+        sums = [addition for inner in ast.walk(loop) if (addition := _addition(plan, inner)) is not None]
+        names = list(dict.fromkeys(source.code(target) for target, _ in sums))
         keeps_whole = any(
             isinstance(inner, ast.Call) and source.code(inner.func).rpartition(".")[2] in _KEEPS_WHOLE
             for inner in ast.walk(loop)
         )
         are_sums = (
             bool(sums)
-            and all(isinstance(inner.target, ast.Name) and _is_sum(plan, inner.value, loop) for inner in sums)
+            and all(isinstance(target, ast.Name) and _is_sum(plan, added, loop) for target, added in sums)
             and not keeps_whole
             and loader.is_inner
             and not loader.details["is_stream"]
             and loader.details["has_batches"]
+            and not (plan.choice.sampler == "torch" and plan.custom_sampler(loader))
         )
         if plan.choice.evaluation == "split" and are_sums:
             plan.helpers.add("add_over_ranks")
@@ -145,4 +234,4 @@ def _is_sum(plan: Plan, node: ast.AST, loop: ast.For) -> bool:
         return True
     if "*" in text and any(length in text for length in lengths):
         return True
-    return ".sum()" in text and "loss" not in text.lower() and "criterion" not in text
+    return _has_sum(plan, node) and "loss" not in text.lower() and "criterion" not in text

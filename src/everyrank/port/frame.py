@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 
 from everyrank.port.helpers import helper_text
+from everyrank.port.names import new_names, rename_helpers
 from everyrank.port.plan import Plan
 from everyrank.port.prepare import PREPARES, import_of, start_lines
 from everyrank.port.source import NotPortedError, holds_line
 
 __all__ = ["add_frame", "imported_names", "imports_in", "leading_imports", "main_of"]
 
-_REASON = "what the port needs"
+_REASON = "imports and helper functions of the port"
+# libraries that draw from numpy's global generator
+_DRAWING_LIBRARIES = {"sklearn", "scipy", "imblearn"}
+_NUMPY_RANDOM = {"np.random", "numpy.random"}
+_GENERATORS = {"default_rng", "RandomState"}  # with their own seed
 _FIRST_KINDS = ("loader", "seed", "optimizer", "forward", "draw")
 
 
@@ -48,6 +54,7 @@ def add_frame(plan: Plan) -> None:
     if plan.choice.target != "fabric":  # Fabric destroys its process group itself
         source.insert_after(last_in_main, "dist.destroy_process_group()", "all ranks leave together")
     source.edits = [dataclasses.replace(edit, text=plan.in_idiom(edit.text)) for edit in source.edits]
+    rename_helpers(plan)
 
 
 def _body(plan: Plan) -> list[ast.stmt]:
@@ -129,7 +136,8 @@ def _setup_of_library(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) ->
 def _imports_of_helpers(plan: Plan, body: list[ast.stmt], start: list[str]) -> list[str]:
     """Return the imports of a script whose helper functions are in the other file."""
     texts = [*start, *(edit.text for edit in plan.source.edits if edit.start[0] <= plan.files.num_lines)]
-    used_helpers = sorted(name for name in plan.helpers if any(f"{name}(" in text for text in texts))
+    renamed = new_names(plan)
+    used_helpers = sorted(renamed.get(name, name) for name in plan.helpers if any(f"{name}(" in text for text in texts))
     needs_os = any("os." in text for text in texts) and "os" not in imported_names(imports_in(body))
     return [
         *(["import os"] if needs_os else []),
@@ -193,22 +201,60 @@ def _add_own_noise(plan: Plan) -> None:
 
 
 def _choose_seed(plan: Plan) -> None:
-    """Add same_seed() if random numbers are drawn before the script sets a seed for them."""
+    """Add same_seed() if random numbers are drawn, or may be, before the script sets a seed for them."""
     seeded: set[str] = set()
+    before_loaders = {"torch"} | ({"numpy"} if _may_draw_from_numpy(plan) else set())
+    is_unseeded = _splits_unseeded(plan)
     for fact in plan.facts:
         if fact.kind == "seed":
             seeded.add(fact.details["library"])
         drawn_libraries = (
             {fact.details["library"]}
             if fact.kind == "draw" and not fact.details["in_data"]
-            else {"torch"}
+            else before_loaders
             if fact.kind in ("loader", "optimizer")
             else set()
         )
-        if drawn_libraries - seeded:
-            plan.has_same_seed = True
-            plan.helpers.add("same_seed")
-            return
+        is_unseeded |= bool(drawn_libraries - seeded)
+    if is_unseeded:
+        plan.has_same_seed = True
+        plan.helpers.add("same_seed")
+
+
+def _splits_unseeded(plan: Plan) -> bool:
+    """Whether a random_split comes before the seed of torch. A run does not record its draws."""
+    seed_line = min((fact.line for fact in plan.of("seed") if fact.details["library"] == "torch"), default=math.inf)
+    return any(
+        isinstance(node, ast.Call)
+        and plan.source.code(node.func).rpartition(".")[2] == "random_split"
+        and not any(keyword.arg == "generator" for keyword in node.keywords)
+        and node.lineno < seed_line
+        for node in ast.walk(plan.source.tree)
+    )
+
+
+def _may_draw_from_numpy(plan: Plan) -> bool:
+    """Whether the script has calls that draw from numpy. A run does not record those of sklearn and pandas."""
+    code, draws = plan.source.code, False
+    for node in ast.walk(plan.source.tree):
+        match node:
+            case ast.Import(names=names) if any(alias.name.partition(".")[0] in _DRAWING_LIBRARIES for alias in names):
+                draws = True
+            case ast.ImportFrom(module=str(module)) if module == "numpy.random":
+                draws = True
+            case ast.ImportFrom(module=str(module)) if module.partition(".")[0] in _DRAWING_LIBRARIES:
+                draws = True
+            case ast.Call(func=ast.Attribute(value=owner, attr=name)) if code(owner) in _NUMPY_RANDOM:
+                if name in _GENERATORS and not (node.args or node.keywords):
+                    plan.note(node.lineno, f"each rank draws other numbers here: write {code(node.func)}(seed)")
+                elif name not in _GENERATORS:
+                    draws = True
+            case ast.Call(func=ast.Attribute(attr="sample"), keywords=keywords):  # of a pandas table
+                if any(keyword.arg in ("frac", "n") for keyword in keywords):
+                    draws = True
+            case _:
+                pass
+    return draws
 
 
 def _imports(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) -> str:
@@ -217,6 +263,7 @@ def _imports(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) -> str:
     needed = ["os", "sys", *(["random"] if plan.has_same_seed or "random" in reseeds else []), "torch"]
     if any("contextlib." in edit.text for edit in plan.source.edits):
         needed.insert(0, "contextlib")
+    needed += ["tempfile"] if "Silent" in plan.helpers else []
     lines = [f"import {name}" for name in needed if name not in bound]
     if ((plan.has_same_seed and _draws_from_numpy(plan)) or "numpy" in reseeds) and "np" not in bound:
         lines.append("import numpy as np")
@@ -226,11 +273,11 @@ def _imports(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) -> str:
 
 def _draws_from_numpy(plan: Plan) -> bool:
     """Whether numpy draws random numbers, also in another file, as for the splits of a cross validation."""
-    return any(fact.details["library"] == "numpy" for fact in plan.of("draw"))
+    return _may_draw_from_numpy(plan) or any(fact.details["library"] == "numpy" for fact in plan.of("draw"))
 
 
 def imported_names(imports: list[ast.Import | ast.ImportFrom]) -> set[str]:
-    """Return the names that plain import statements bind."""
+    """Return the names in plain imports: "np" of `import numpy as np`, "os.path" of `import os.path`."""
     return {alias.asname or alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
 
 

@@ -37,6 +37,9 @@ class Silent:
 
     def __exit__(self, *error):
         pass
+
+    def __fspath__(self):  # writer.log_dir: an empty folder of this rank
+        return tempfile.mkdtemp()
 '''
 
 SHARED_SEED = '''
@@ -50,7 +53,7 @@ def shared_seed():
 
 SAME_SEED = '''
 def same_seed():
-    """Let all ranks draw the same numbers until the training begins, and others in each run."""
+    """Seed all ranks with rank 0's seed, which differs in each run."""
     seed = shared_seed() % 2**32
     random.seed(seed)
     np.random.seed(seed)
@@ -59,7 +62,7 @@ def same_seed():
 
 OWN_NOISE = '''
 def own_noise():
-    """Let each rank draw its own random numbers from here on; rank 0 goes on as one process would."""
+    """Let each rank draw its own random numbers from here on; rank 0 keeps its seed."""
     if dist.get_rank() != 0:
         torch.manual_seed(torch.initial_seed() + dist.get_rank())
 '''
@@ -93,19 +96,12 @@ class RankBatches:
 
 
 def split(loader, evaluates=False):
-    """The same loader, for this rank's part of each batch."""
+    """The loader, which now reads this rank's part of each batch. Its batch_size stays that of all ranks."""
     if getattr(loader.sampler, "generator", loader) is None:  # a random sampler: one order for all ranks
         loader.sampler.generator = torch.Generator().manual_seed(shared_seed())
-    return torch.utils.data.DataLoader(
-        loader.dataset,
-        batch_sampler=RankBatches(loader.batch_sampler, evaluates),
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        worker_init_fn=loader.worker_init_fn,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+    batches = RankBatches(loader.batch_sampler, evaluates)
+    object.__setattr__(loader, "batch_sampler", batches)  # a plain assignment is refused, but no batch was read yet
+    return loader
 '''
 
 TORCH_SAMPLER = '''
@@ -118,7 +114,7 @@ class EpochSampler(torch.utils.data.DistributedSampler):
 
 
 def split(loader, evaluates=False):
-    """The same loader, for this rank's samples; an evaluation has each sample once."""
+    """A loader of this rank's part of the dataset; an evaluation has each sample once."""
     if evaluates:
         sampler = range(dist.get_rank(), len(loader.dataset), dist.get_world_size())
     else:
@@ -133,6 +129,8 @@ def split(loader, evaluates=False):
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         worker_init_fn=loader.worker_init_fn,
+        timeout=loader.timeout,
+        multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )

@@ -45,19 +45,26 @@ def edit_losses(plan: Plan) -> None:
 
 
 def _unscaled(node: ast.expr) -> ast.expr:
-    """Return the loss without a division by a number of micro-batches or the scale of a GradScaler."""
+    """Return the loss without a division by a number of micro-batches, a factor or the scale of a GradScaler."""
     while True:
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
-            node = node.left
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "scale"
-            and node.args
-        ):
-            node = node.args[0]
-        else:
-            return node
+        match node:
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                factors = [factor for factor in (left, right) if not _is_number(factor)]
+                losses = [factor for factor in factors if "loss" in ast.unparse(factor).lower()]
+                if len(losses or factors) != 1:
+                    return node  # which of them is the loss is unclear: the product is a mean, too
+                node = (losses or factors)[0]
+            case ast.BinOp(left=left, op=ast.Div()) if not _is_number(left):
+                node = left
+            case ast.Call(func=ast.Attribute(attr="scale"), args=[scaled, *_]):
+                node = scaled
+            case _:
+                return node
+
+
+def _is_number(node: ast.expr) -> bool:
+    """Whether an expression has no names: 0.5, -1, 1 / 4."""
+    return not any(isinstance(each, ast.Name) for each in ast.walk(node))
 
 
 def count_of_terms(plan: Plan, statement: ast.stmt) -> str:

@@ -59,6 +59,51 @@ def edit_models(plan: Plan) -> None:
     for scope, name in dict.fromkeys((scope, name) for scope, name, _ in plan.passed_models):
         if not _is_called_otherwise(plan, scope, callers):
             _use_module(plan, scope, name)
+    if plan.choice.target != "fsdp":
+        _note_unfrozen(plan)
+
+
+def _note_unfrozen(plan: Plan) -> None:
+    """Leave a note where the training unfreezes parameters: the wrapper has no hooks for those frozen before it."""
+    source = plan.source
+    statements = [source.at(call.span, ast.stmt) for fact in plan.of("backward") for call in fact.chain]
+    loops = {loop for statement in set(statements) if statement is not None for loop in source.loops(statement)}
+    training_nodes = {node for loop in loops for node in ast.walk(loop)}
+    frozen, unfrozen = (_settings_of_requires_grad(plan, training_nodes, value=value) for value in (False, True))
+    if not frozen - training_nodes:
+        return  # a GAN, which freezes and unfreezes in each update
+    for node in unfrozen & training_nodes:
+        rewrap = "parallel(model)" if plan.idiom is None else "a call like the one that wraps it first"
+        plan.note(
+            source.statement(node).lineno,
+            f"the gradients of parameters that are unfrozen here are not averaged: wrap the model again, by {rewrap}",
+        )
+
+
+def _settings_of_requires_grad(plan: Plan, training_nodes: set[ast.AST], *, value: bool) -> set[ast.AST]:
+    """Return the nodes that set `requires_grad` to a value, or the calls of the function that does, as in freeze()."""
+    nodes: set[ast.AST] = set()
+    for node in ast.walk(plan.source.tree):
+        match node:
+            case ast.Assign(targets=[ast.Attribute(attr="requires_grad")], value=ast.Constant(value=bool(given))):
+                pass
+            case ast.Call(func=ast.Attribute(attr="requires_grad_"), args=[ast.Constant(value=bool(given))]):
+                pass
+            case ast.Call(func=ast.Attribute(attr="requires_grad_"), args=[], keywords=[]):
+                given = True
+            case _:
+                continue
+        if given is value:
+            calls = [] if node in training_nodes else _calls_of(plan, plan.source.scope(node))
+            nodes |= set(calls) or {node}
+    return nodes
+
+
+def _calls_of(plan: Plan, scope: ast.AST) -> list[ast.Call]:
+    """Return the calls of a function in the script, by its name."""
+    name = getattr(scope, "name", "")
+    calls = [node for node in ast.walk(plan.source.tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if name and plan.source.code(call.func).rpartition(".")[2] == name]
 
 
 def _is_called_otherwise(plan: Plan, scope: ast.FunctionDef, callers: set[tuple[int, int, int, int]]) -> bool:

@@ -5,14 +5,31 @@ from __future__ import annotations
 import ast
 
 from everyrank.port.plan import Plan
-from everyrank.port.source import Edit, NotPortedError, ScriptSource
+from everyrank.port.source import NotPortedError, ScriptSource, end_of, start_of
 
 __all__ = ["edit_writes"]
 
 _IS_RANK_0 = "dist.get_rank() == 0"
 # functions that write a file, by their full name or its last part, for calls that a short run does not reach
-_WRITERS = {"torch.save", "os.mkdir", "plt.savefig", "np.save", "np.savez", "np.savetxt"}
-_WRITING_METHODS = {"save_pretrained", "save_image", "savefig", "to_csv", "imsave", "write_text", "write_bytes"}
+_WRITERS = {
+    *("torch.save", "plt.savefig", "np.save", "np.savez", "np.savez_compressed", "np.savetxt"),
+    *("os.mkdir", "os.makedirs", "os.remove", "os.rename", "os.replace"),
+    *("shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.copytree", "shutil.move", "shutil.rmtree"),
+}
+_FOLDER_MAKERS = {"mkdir", "makedirs"}
+_WRITING_METHODS = {
+    "mkdir",
+    "copyfile",
+    "copytree",
+    "rmtree",
+    "save_pretrained",
+    "save_image",
+    "savefig",
+    "to_csv",
+    "imsave",
+    "write_text",
+    "write_bytes",
+}
 _WRITING_MODES = {"w", "wt", "wb", "a", "at", "ab"}
 _LOGGERS = {"SummaryWriter", "mlflow.start_run"}
 _EXISTENCE = ("exists", "isfile", "is_file")
@@ -58,7 +75,7 @@ def edit_writes(plan: Plan) -> None:
             source.replace(opened, f"{path_text} if {_IS_RANK_0} else os.devnull", "the file is written once")
         elif _is_all_of(node, statement, source):
             edited.add(statement)
-            _guard(plan, statement)
+            _guard(plan, statement, node)
         elif plan.once(node, "rank 0 first") and isinstance(node, ast.Call):
             plan.helpers.add("rank_0_first")
             source.wrap(node, "rank_0_first(lambda: ", ")", "rank 0 downloads or creates it, then the others find it")
@@ -141,10 +158,12 @@ def _is_all_of(node: ast.AST, statement: ast.stmt, source: ScriptSource) -> bool
     return isinstance(statement, ast.Expr) and (statement.value is node or is_open)
 
 
-def _guard(plan: Plan, statement: ast.stmt) -> None:
+def _guard(plan: Plan, statement: ast.stmt, node: ast.AST) -> None:
     source = plan.source
-    if "exist_ok=True" in source.code(statement) or isinstance(source.parents.get(statement), ast.Try):
-        return  # several ranks may do it
+    name = source.code(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+    is_in_try = isinstance(source.parents.get(statement), ast.Try)
+    if "exist_ok=True" in source.code(statement) or (is_in_try and name in _FOLDER_MAKERS):
+        return  # a folder may be made by several ranks
     _note_part(plan, statement)
     try:
         source.put_under(statement, _IS_RANK_0, "written once")
@@ -163,7 +182,21 @@ def _note_part(plan: Plan, statement: ast.stmt) -> None:
 
 def _hide_bar(plan: Plan, call: ast.Call) -> None:
     """Disable a progress bar on the other ranks, because it writes to stderr."""
-    position = (call.end_lineno or call.lineno, (call.end_col_offset or 1) - 1)
-    before = plan.source.code(call)[:-1].rstrip()
-    comma = "" if before.endswith((",", "(")) else ", "
-    plan.source.edits.append(Edit(position, position, f"{comma}disable=dist.get_rank() != 0", "one progress bar"))
+    source, end = plan.source, end_of(call)
+    disable, reason = "disable=dist.get_rank() != 0", "one progress bar"
+    position = end[0], end[1] - 1
+    before = source.code(call)[:-1].rstrip()
+    arguments = [*call.args, *call.keywords]
+    if arguments and end_of(arguments[-1]) == end:  # a generator that shares its brackets with the call
+        source.edit(start_of(arguments[-1]), start_of(arguments[-1]), "(", reason)
+        source.edit(position, position, f"), {disable}", "")
+        return
+    if arguments:
+        line, column = max(end_of(argument) for argument in arguments)
+        rest = source.lines[line - 1][column:].partition(b"#")[0].rstrip()
+        if line < end[0] and any(
+            b"#" in each for each in [source.lines[line - 1][column:], *source.lines[line : end[0]]]
+        ):
+            position, before = (line, column + len(rest)), rest.decode()  # before the comment
+    comma = " " if before.endswith(",") else "" if before.endswith("(") else ", "
+    source.edit(position, position, f"{comma}{disable}", reason)

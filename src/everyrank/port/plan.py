@@ -94,10 +94,12 @@ class Plan:
 
     def batch_names(self, loop: ast.For) -> list[str]:
         """Return the loop variables for the parts of a batch, without a counter."""
-        source, target = self.source, loop.target
-        is_counted = isinstance(loop.iter, ast.Call) and source.code(loop.iter.func) == "enumerate"
-        if is_counted and isinstance(target, ast.Tuple):
-            target = target.elts[-1]
+        target, iterated = loop.target, loop.iter
+        while isinstance(iterated, ast.Call) and iterated.args:  # tqdm(enumerate(loader))
+            if self.source.code(iterated.func) == "enumerate" and isinstance(target, ast.Tuple):
+                target = target.elts[-1]
+                break
+            iterated = iterated.args[0]
         return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
 
     @functools.cached_property
@@ -155,6 +157,14 @@ class Plan:
             before = f"{self.object_name}.setup_dataloaders({before}"
             after = f"{after}, use_distributed_sampler=False)"
         self.source.wrap(call, before, after, reason)
+
+    def custom_sampler(self, loader: Fact) -> str:
+        """Return the name of the sampler of a loader that chooses among its samples; "" if it reads all of them."""
+        call = self.source.at(loader.span)
+        if any(keyword.arg == "batch_sampler" for keyword in getattr(call, "keywords", [])):
+            return "batch_sampler"
+        name = loader.details.get("sampler", "")
+        return "" if name in ("RandomSampler", "SequentialSampler") else name
 
     def wrapper_of(self, model: ast.expr) -> str:
         """Return the name of the wrapper of a model that training forwards call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import os
@@ -119,7 +120,7 @@ def port_script(
         facts = _observe(host, files)
         # fails here if the script cannot be edited, before anything is compared
         choices = _choices(facts, target)
-        _edit(files, facts, choices[0])
+        _edit(files, facts, dataclasses.replace(choices[0], sampler=sampler))
         say("running it in float64")
         imposed = dataclasses.replace(
             _IMPOSED,
@@ -241,15 +242,20 @@ def _audit(python_args: Sequence[str], files: dict[str, str], ranks: int, timeou
 
 
 def read_script(script: Path) -> str:
-    """Return the text of a script. Raises `UsageError` if it cannot be read, or is not UTF-8."""
+    """Return the text of a script. Raises `UsageError` if it cannot be read, is not UTF-8 or is not valid Python."""
     try:
         with tokenize.open(script) as file:
             encoding = file.encoding
         if encoding.lower().replace("_", "-") not in ("utf-8", "utf-8-sig", "ascii"):
             raise UsageError(f"{script}: its encoding is {encoding}; save it as UTF-8")
-        return script.read_bytes().decode("utf-8-sig")  # some editors begin a file with a byte order mark
+        text = script.read_bytes().decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         raise UsageError(f"{script}: {error}") from error
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise UsageError(f"{script}: line {error.lineno} is not valid Python ({error.msg})") from error
+    return text
 
 
 def observe(host: ScriptHost, seed: int | None = None, values: bool = False) -> ScriptRecording:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from everyrank.errors import UsageError
+from everyrank.errors import UsageError, WorkloadError
 
-__all__ = ["PREDICTION_SUFFIXES", "check_predictions_suffix", "open_predictions"]
+__all__ = ["PREDICTION_SUFFIXES", "check_predictions_suffix", "different_rows", "open_predictions"]
 
 PREDICTION_SUFFIXES = (".jsonl", ".npy")
 
@@ -27,7 +27,8 @@ def open_predictions(path: Path, length: int) -> Generator[Callable[[int, Any], 
     """Yield a function of (index of the first sample, array of predictions (B, ...)), to be called in order.
 
     .jsonl: {"index": 17, "prediction": 3} a row; .npy: one array of `length` rows. The file replaces an
-    existing one when the block ends without an error. Raises `UsageError` if it cannot be written.
+    existing one when the block ends without an error. Raises `UsageError` if it cannot be written. For a .npy file,
+    the function raises `WorkloadError` if the shape or dtype of the rows differs from the first batch.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -40,12 +41,26 @@ def open_predictions(path: Path, length: int) -> Generator[Callable[[int, Any], 
             with _blamed(path):
                 write(first, values)
 
-        with file:
+        try:
             yield written
+        except BaseException:
+            with contextlib.suppress(OSError):  # it would hide the first error
+                file.close()
+            raise
         with _blamed(path):
+            file.close()  # writes what is still buffered
             partial.replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it would hide the error above, which has the same cause
+            partial.unlink(missing_ok=True)
+
+
+def different_rows(first: str, second: str) -> WorkloadError:
+    """Return the error for rows that do not fit into one array, such as "shape (2,), float32, on one rank"."""
+    return WorkloadError(
+        f"predict: rows of {first} and {second}; pad all batches to one shape and cast them to one dtype, or give "
+        "Workload.predict = (output) -> rows of one shape and dtype"
+    )
 
 
 @contextlib.contextmanager
@@ -78,16 +93,27 @@ def _plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _array(path: Path, length: int) -> Generator[Callable[[int, Any], None]]:
-    from numpy.lib.format import open_memmap
+    # not memory-mapped: a process that writes into a mapped file on a full disk is killed, without an error
+    import numpy as np
+    from numpy.lib.format import dtype_to_descr, write_array_header_1_0
 
-    array: Any = None
+    kind: tuple[Any, tuple[int, ...]] | None = None
 
-    def write(first: int, values: Any) -> None:
-        nonlocal array
-        if array is None:
-            array = open_memmap(path, mode="w+", dtype=values.dtype, shape=(length, *values.shape[1:]))
-        array[first : first + len(values)] = values
+    with path.open("wb") as file:
 
-    yield write
-    if array is not None:
-        array.flush()
+        def write(_: int, values: Any) -> None:
+            nonlocal kind
+            dtype, shape = values.dtype, values.shape[1:]
+            if kind is None:
+                kind = dtype, shape
+                header = {"descr": dtype_to_descr(dtype), "fortran_order": False, "shape": (length, *shape)}
+                write_array_header_1_0(file, header)
+            if kind != (dtype, shape):
+                raise different_rows(
+                    f"shape {kind[1]}, {kind[0]}, in the first batch", f"shape {shape}, {dtype}, in a later one"
+                )
+            file.write(values.tobytes())
+
+        yield write
+        if kind is None:
+            np.save(file, np.empty(0))

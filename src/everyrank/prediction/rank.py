@@ -16,7 +16,7 @@ from everyrank.launch import Launch, RankInfo
 from everyrank.layout import Layout
 from everyrank.loop import open_data, wrap_user_errors
 from everyrank.options import PredictOptions
-from everyrank.prediction.files import open_predictions
+from everyrank.prediction.files import different_rows, open_predictions
 from everyrank.progress import progress
 from everyrank.runs import checkpoint_named
 from everyrank.strategies import Prepared, prepare
@@ -51,18 +51,21 @@ def predict_rank(
                 )
             )
             name = f"predict {workload.name} · {layout}"
-            _predict(prepared, data, write, lambda: advance(name))
+            data_name = "train_data" if options.training_data else "eval_data"
+            _predict(prepared, data, data_name, write, lambda: advance(name))
         del prepared
         return len(data) if world.rank == 0 else None
 
 
-def _predict(prepared: Prepared, data: Any, write: Callable[[int, Any], None], tick: Callable[[], None]) -> None:
+def _predict(
+    prepared: Prepared, data: Any, data_name: str, write: Callable[[int, Any], None], tick: Callable[[], None]
+) -> None:
     """Predict batch by batch; each rank computes its part, and rank 0 writes all in order."""
     workload, world = prepared.workload, prepared.world
     prepared.model.eval()
     first = 0
     with torch.no_grad(), prepared.averaged_weights():
-        for batch in batches_for_evaluation(workload, data, prepared.data_slice, world, prepared.dtype):
+        for batch in batches_for_evaluation(workload, data, prepared.data_slice, world, prepared.dtype, data_name):
             tick()
             with wrap_user_errors():
                 output = prepared.predict(batch)
@@ -82,16 +85,14 @@ _DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, 
 def _rows_or_empty(local_rows: Tensor | None, world: World) -> Tensor:
     """Return this rank's rows, or an empty tensor of the other ranks' shape and dtype. A collective.
 
-    Raises `WorkloadError` if the shapes of rows differ between ranks.
+    Raises `WorkloadError` if the shape or dtype of the rows differs between ranks.
     """
     header = [] if local_rows is None else [_DTYPES.index(local_rows.dtype), *local_rows.shape[1:]]
     rows = [tuple(row.tolist()) for row in all_gather(torch.tensor(header, dtype=torch.int64), world)]
     kinds = sorted({row for row in rows if row})
     if len(kinds) > 1:
-        raise WorkloadError(
-            f"predict: rows of shape {kinds[0][1:]} on one rank and {kinds[1][1:]} on another; "
-            "pad all batches to one shape, or give Workload.predict = (output) -> rows of one shape"
-        )
+        first, second = (f"shape {tuple(shape)}, {_dtype_name(_DTYPES[dtype])}," for dtype, *shape in kinds[:2])
+        raise different_rows(f"{first} on one rank", f"{second} on another")
     return local_rows if local_rows is not None else torch.zeros(0, *kinds[0][1:], dtype=_DTYPES[kinds[0][0]])
 
 
@@ -110,7 +111,18 @@ def _rows_of_real_samples(workload: Workload, output: Any, batch: Batch) -> Tens
     if batch.size and len(prediction) != batch.size:
         raise WorkloadError(f"predict: {len(prediction)} rows for {batch.size} samples; there must be one for each")
     prediction = prediction[: batch.size]
-    return prediction.float() if prediction.dtype in (torch.bfloat16, torch.float16) else prediction
+    if prediction.dtype in (torch.bfloat16, torch.float16):
+        return prediction.float()
+    if prediction.dtype not in _DTYPES:
+        raise WorkloadError(
+            f"predict: rows of {_dtype_name(prediction.dtype)} cannot be written; give Workload.predict = (output) -> "
+            f"rows of {', '.join(map(_dtype_name, _DTYPES))}"
+        )
+    return prediction
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _write_nothing(_: int, __: Any) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import runpy
 import sys
 import types
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,12 +52,14 @@ class UserScript:
             return
         path = Path(self.name).absolute()
         sys.argv = [self.name, *self.arguments]
-        sys.path.insert(0, str(path.parent))
+        sys.path.insert(0, str(path.resolve().parent))  # as python does for a script that is a symlink
         main = types.ModuleType("__main__")
-        main.__file__ = self.name
+        main.__file__ = str(path)
         main.__dict__["__builtins__"] = __builtins__
         sys.modules["__main__"] = main
-        exec(compile(path.read_bytes(), str(path), "exec"), main.__dict__)  # noqa: S102  (the user's script)
+        # without dont_inherit, the script would get the `from __future__ import annotations` of this file
+        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+        exec(code, main.__dict__)  # noqa: S102  (the user's script)
 
 
 def read_command(python_args: Sequence[str]) -> UserScript:
@@ -78,7 +81,7 @@ def read_command(python_args: Sequence[str]) -> UserScript:
         hint = f"did you mean {similar_path}?" if similar_path.is_file() else "give a Python script, or -m and a module"
         raise UsageError(f"{path}: {'it is a folder' if path.is_dir() else 'there is no such file'}; {hint}")
     try:
-        ast.parse(path.read_bytes(), str(path))
+        _parse(path)
     except SyntaxError as error:
         text = describe(error)
         raise UsageError(text if error.lineno else f"{path}: {error.msg}") from None
@@ -87,6 +90,13 @@ def read_command(python_args: Sequence[str]) -> UserScript:
     except (ValueError, RecursionError, MemoryError) as error:  # a null byte, or too many parentheses
         raise UsageError(f"{path}: it is not a Python script ({type(error).__name__}: {error})") from None
     return UserScript(python_args[0], tuple(python_args[1:]))
+
+
+def _parse(path: Path) -> ast.Module:
+    """Return the syntax tree of a script, without its warnings, which Python prints when a rank compiles it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(path.read_bytes(), str(path))
 
 
 def _check_module(name: str) -> None:
@@ -107,7 +117,7 @@ def imports_horovod(command: UserScript) -> bool:
     if command.is_module:
         return False
     names: list[str] = []
-    for node in ast.walk(ast.parse(Path(command.name).read_bytes())):
+    for node in ast.walk(_parse(Path(command.name))):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -122,7 +132,7 @@ def can_preload_torch(command: UserScript) -> bool:
     """
     if command.is_module:
         return False
-    tree = ast.parse(Path(command.name).read_bytes())
+    tree = _parse(Path(command.name))
     for statement in tree.body:
         names = {node.attr for node in ast.walk(statement) if isinstance(node, ast.Attribute)}
         names |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from everyrank.backends import register_backend
 from everyrank.errors import UsageError
-from everyrank.launch import RankInfo
+from everyrank.launch import RankInfo, rank_info_from_environment
 from everyrank.launch.autopsy import current_state
 from everyrank.launch.host_info import LOOPBACK
+from everyrank.launch.launcher import BatchLauncher, find_launcher
 from everyrank.script.variables import rank_variables
 from everyrank.world.calls import KEPT_CALLS, recorded_calls
 from everyrank.world.world import let_nccl_share
@@ -37,7 +38,16 @@ def run_function_rank(info: RankInfo, backend: str | None, timeout_seconds: floa
     """Call a function with its arguments (`content`, by cloudpickle). Returns its result, or `Skipped`.
 
     backend   the backend of torch.distributed during the call; None: it is not initialized
+
+    Raises `UsageError` in a pytest that is itself a rank of a launcher: `run_ranks` starts no ranks there.
     """
+    if rank_info_from_environment(os.environ) is not None:
+        launcher = find_launcher(info.started_by)
+        hint = launcher.shell_hint if isinstance(launcher, BatchLauncher) else ""
+        raise UsageError(
+            f"this pytest is rank {info.rank} of {info.size} according to its environment, but its tests start their "
+            f"own ranks: start pytest without a launcher, and without RANK and WORLD_SIZE{hint}"
+        )
     os.environ.update(rank_variables(info, timeout_seconds))
     torch.set_num_threads(info.threads or 1)
     function: Callable[..., Any]

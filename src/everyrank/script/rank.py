@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import signal
@@ -16,6 +17,8 @@ from everyrank.script.variables import rank_variables
 from everyrank.script.watching import watch
 
 __all__ = ["run_script_rank"]
+
+_EXIT_SECONDS = 10.0
 
 
 def run_script_rank(
@@ -40,25 +43,50 @@ def run_script_rank(
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     watch(info, timeout_seconds)
     try:
+        _run(command)
+    except BaseException as error:
+        _run_exit_functions(info, error)
+        raise
+    threading._shutdown()  # pyright: ignore  (wait for the script's threads, as Python does at exit)
+
+
+def _run(command: UserScript) -> None:
+    """Run the script. An exception is passed to the hook of the script or of a library."""
+    try:
         command.run()
     except SystemExit as error:
         _check_status(error)
     except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__  # as Python does
         hook = sys.excepthook  # the hook of the script or a library; torch's hook repeats the log
         if hook is not sys.__excepthook__ and not getattr(hook, "__module__", "").startswith("torch."):
             hook(type(error), error, error.__traceback__)
         raise
-    threading._shutdown()  # pyright: ignore  (Python also waits for the script's threads before it exits)
+
+
+def _run_exit_functions(info: RankInfo, error: BaseException) -> None:
+    """Run the exit functions of a script that has failed, which for example delete its temporary folders.
+
+    If they wait for other ranks, the error is reported after `_EXIT_SECONDS`, and this process ends.
+    """
+    timer = threading.Timer(_EXIT_SECONDS, info.fail or (lambda _: None), (error,))
+    timer.daemon = True
+    timer.start()
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+    timer.cancel()
 
 
 def _check_status(error: SystemExit) -> None:
     """Raise `RankFailedError` for a status other than 0."""
-    if error.code in (None, 0):
+    if error.code is None:
         return
-    if not isinstance(error.code, int):
+    if isinstance(error.code, int):
+        status, detail = error.code & 0xFF, ""  # the part that a parent process gets
+    else:
+        status, detail = 1, f": {error.code}"
         print(error.code, file=sys.stderr)
+    if status == 0:
+        return
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
     location = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name}: " if frames else ""  # noqa: PTH119
-    status = error.code if isinstance(error.code, int) else 1
-    detail = "" if isinstance(error.code, int) else f": {error.code}"
     raise RankFailedError(f"{location}exited with status {status}{detail}") from error

@@ -72,7 +72,7 @@ def _attempt(
     launch: Launch, command: UserScript, options: ScriptOptions, unset: tuple[str, ...], restart: int
 ) -> int | None:
     """Start all ranks once. Returns the exit status, or None if they should be started again."""
-    module = "preloaded" if launch.processes > 1 and can_preload_torch(command) else "rank"
+    module = _module_of_ranks(launch, command)
     resources = None
     if launch.logs is not None:
         launch.logs.mkdir(parents=True, exist_ok=True)
@@ -85,13 +85,22 @@ def _attempt(
             raise
         except EveryrankError as error:
             if stop.asked not in (None, signal.SIGUSR1):
-                _say(f"{stop.asked.name} was passed on to all ranks, and all have ended: {error}")
+                _say(f"{stop.asked.name} was passed on to all ranks: {error}")
             elif restart == options.restarts:
                 raise
             else:
                 _say(f"{error}; starting all ranks again ({restart + 1} of {options.restarts})")
                 return None
         return 0 if stop.asked in (None, signal.SIGUSR1) else 128 + int(stop.asked)
+
+
+def _module_of_ranks(launch: Launch, command: UserScript) -> str:
+    """Return the module whose function the ranks call: preloaded, if a fork server imports torch once for several.
+
+    Torch reads OMP_NUM_THREADS when it is imported. It is 1 then, which is wrong for the only rank of a host.
+    """
+    has_fork_server = launch.rank_launcher.launch_per_node and launch.processes_per_node > 1
+    return "preloaded" if has_fork_server and can_preload_torch(command) else "rank"
 
 
 def _say(text: str) -> None:

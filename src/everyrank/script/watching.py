@@ -30,8 +30,8 @@ from everyrank.errors import EveryrankError, describe, printable
 from everyrank.launch import RankInfo, rank_info_from_environment
 from everyrank.launch.autopsy import RankState, current_state, hang_autopsy, keep_state, last_words
 from everyrank.launch.autopsy.rank_state import forget_hang, report_hang
-from everyrank.launch.host_info import boot_id, start_time
-from everyrank.launch.rank_info import is_loopback_host
+from everyrank.launch.host_info import boot_id
+from everyrank.launch.rank_info import START_VARIABLES, is_loopback_host, launcher_process
 from everyrank.script.command import read_command
 
 __all__ = ["TIMEOUT_SECONDS", "watch", "watch_process", "watch_root"]
@@ -127,9 +127,7 @@ _LAUNCHER_VARIABLES = (
     "TORCHELASTIC_RESTART_COUNT",
     "MASTER_ADDR",
     "MASTER_PORT",
-    "PMIX_NAMESPACE",
 )
-_SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 
 
 def _run(environment: Mapping[str, str], rank: int, size: int, is_one_host: bool, has_common_parent: bool) -> _Run:
@@ -137,11 +135,11 @@ def _run(environment: Mapping[str, str], rank: int, size: int, is_one_host: bool
 
     has_common_parent   whether the same process of this host has started all its ranks
     """
-    values = [environment.get(name, "") for name in _LAUNCHER_VARIABLES + _SLURM_VARIABLES]
+    values = [environment.get(name, "") for name in _LAUNCHER_VARIABLES + START_VARIABLES]
     if not is_one_host:
         values.append(_hydra_address())
     else:
-        values.append(_launcher_process(environment) if has_common_parent else boot_id())
+        values.append(launcher_process(environment) if has_common_parent else boot_id())
     return _Run(rank, size, _key(values), is_one_host, is_unique=is_one_host and has_common_parent)
 
 
@@ -170,16 +168,6 @@ def _hydra_address() -> str:
             command = process.cmdline()
             if "--control-port" in command[:-1]:
                 return command[command.index("--control-port") + 1]
-    return ""
-
-
-def _launcher_process(environment: Mapping[str, str]) -> str:
-    """Return id and start time of the launcher on this host: the nearest ancestor without the variables of ranks."""
-    names = [name for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") if name in environment]
-    with contextlib.suppress(psutil.Error, OSError):
-        for process in psutil.Process().parents():
-            if not names or not all(name in process.environ() for name in names):
-                return f"{process.pid} {start_time(process.pid)}"
     return ""
 
 

@@ -65,7 +65,7 @@ def train_rank(
         out = options.out if not options.evaluate else None
         if out is not None:
             on_rank_0(world, "lock", lambda: stack.enter_context(hold(out, _job_name(launch))))
-            _keep_state(out, world)
+            _publish_state(out, world)
         workload = _load_workload(workload_or_source, options)
         train_data, eval_data = open_data(workload, world, counts_uneven=False)
         if options.evaluate and eval_data is None:
@@ -115,8 +115,8 @@ def _job_name(launch: Launch) -> str:
     return launch.rendezvous or "" if launch.restarts_ranks else ""
 
 
-def _keep_state(out: Path, world: World) -> None:
-    """Keep this rank's state for a hang autopsy, if an external launcher has started it."""
+def _publish_state(out: Path, world: World) -> None:
+    """Publish this rank's state for a hang autopsy, if an external launcher has started it."""
     if current_state() is None:
         job = from_rank_0(world, "job", lambda: uuid.uuid4().hex)
         state = keep_state(out / "ranks" / FOLDER, world.rank, world.size, job)
@@ -137,7 +137,7 @@ def _load_workload(workload_or_source: Source | Workload, options: TrainOptions)
 
 
 def _prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
-    """Prepare the workload under a layout. Raises `UnsupportedLayoutError` if it cannot be saved."""
+    """Prepare the workload under a layout. Raises `WorkloadError` if a tensor cannot be saved."""
     with wrap_user_errors():
         prepared = prepare(workload, layout, world)
     if prepared.not_saved:
@@ -158,7 +158,7 @@ def _use_folders_of_rank_0(options: TrainOptions, world: World, may_be_restarted
         newest = newest_whole(options.out)
         paths["resume"] = newest.path if newest is not None else options.resume
     paths_on_rank_0 = from_rank_0(
-        world, "places", lambda: {name: str(path) if path else None for name, path in paths.items()}
+        world, "folders", lambda: {name: str(path) if path else None for name, path in paths.items()}
     )
     return dataclasses.replace(
         options, **{name: Path(path) if path else None for name, path in paths_on_rank_0.items()}
@@ -178,15 +178,15 @@ def _resume(
     if options.evaluate:
         load_model(job.prepared, job.prepared.world, checkpoint)
         return start_step, position
-    check_left(job, options.resume, start_step, position)
+    check_remaining_updates(job, options.resume, start_step, position)
     resume(job.prepared, job.prepared.world, checkpoint, metadata)
     for name, lengths in changed_lengths(checkpoint.metadata, metadata).items():
         if job.prepared.workload.schedule is None:
             continue  # the learning rates do not depend on the length
         old, new = (f"{value} {name}" if value is not None else "the workload's own length" for value in lengths)
-        display.line(f"learning-rate schedule: that of {new} from update {start_step} on, that of {old} before")
+        display.line(f"the learning-rate schedule is for {new} from update {start_step} on; before, it was for {old}")
     if options.out is not None and checkpoint.path.parent.parent.resolve() == options.out.resolve():
-        on_rank_0(job.prepared.world, "leave behind", lambda: set_aside_newer(checkpoint))
+        on_rank_0(job.prepared.world, "set aside newer checkpoints", lambda: set_aside_newer(checkpoint))
     return start_step, position
 
 
@@ -202,7 +202,7 @@ def _resumed_from(options: TrainOptions, start_step: int) -> dict[str, Any]:
 # --- the remaining updates
 
 
-def check_left(job: TrainingJob, resumed: Path, start_step: int, position: dict[str, int]) -> None:
+def check_remaining_updates(job: TrainingJob, resumed: Path, start_step: int, position: dict[str, int]) -> None:
     """Raise `UsageError` if the checkpoint has already done the requested updates."""
     problem = resume_problem(job.prepared.workload, job.train_data, start_step, position)
     if problem is not None:
@@ -227,7 +227,9 @@ def chosen_kernels(options: TrainOptions, device: torch.device) -> Generator[Non
             "--deterministic on cuda: cuBLAS is deterministic only with a fixed workspace; put "
             "CUBLAS_WORKSPACE_CONFIG=:4096:8 in front of the command"
         )
-    saved_settings = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+    benchmark_before = torch.backends.cudnn.benchmark
+    deterministic_before = torch.are_deterministic_algorithms_enabled()
+    warn_only_before = torch.is_deterministic_algorithms_warn_only_enabled()
     deterministic_settings: Any = torch.utils.deterministic
     fill_before = deterministic_settings.fill_uninitialized_memory
     torch.backends.cudnn.benchmark = options.cudnn_benchmark
@@ -238,6 +240,6 @@ def chosen_kernels(options: TrainOptions, device: torch.device) -> Generator[Non
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = saved_settings[0]
-        torch.use_deterministic_algorithms(saved_settings[1])
+        torch.backends.cudnn.benchmark = benchmark_before
+        torch.use_deterministic_algorithms(deterministic_before, warn_only=warn_only_before)
         deterministic_settings.fill_uninitialized_memory = fill_before

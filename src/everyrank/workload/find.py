@@ -8,6 +8,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import numbers
 import os
 import shlex
 import sys
@@ -76,16 +77,28 @@ def load(workload_or_source: Source | Workload) -> Workload:
         raise UsageError(f"--lr-rule {source.lr_rule}: the rule scales the learning rate with --batch N; add --batch N")
     workload = _build(dataclasses.replace(source, settings={**source.settings, **settings}))
     if source.batch is not None:
-        old_batch = (
-            source.settings.get("batch", parameters["batch"]) if "batch" in parameters else workload.global_batch
-        )
-        workload = with_batch(workload, old_batch, source.batch, source.lr_rule)
+        old_batch = workload.global_batch
+        if "batch" in parameters:
+            old_batch = source.settings.get("batch", parameters["batch"])
+        workload = _with_batch(workload, old_batch, source.batch, source.lr_rule)
     if source.epochs is not None or source.steps is not None:
         workload = dataclasses.replace(workload, epochs=source.epochs, steps=source.steps)
     workload = dataclasses.replace(workload)
     lengths = {name: value for name, value in settings.items() if name != "batch"}
     object.__setattr__(workload, "source", dataclasses.replace(source, settings={**source.settings, **lengths}))
     return workload
+
+
+def _with_batch(workload: Workload, old_batch: object, batch: int, rule: str) -> Workload:
+    """Return the workload with this global batch. `old_batch` may be no number: the default of a parameter `batch`."""
+    if isinstance(old_batch, int) and not isinstance(old_batch, bool) and old_batch > 0:
+        return with_batch(workload, old_batch, batch, rule)
+    if rule != "none":
+        raise UsageError(
+            f"--lr-rule {rule}: the workload function has no default batch to scale from; give its parameter a number, "
+            "such as batch=64, or leave out --lr-rule"
+        )
+    return dataclasses.replace(workload, global_batch=batch)
 
 
 def _build(source: Source) -> Workload:
@@ -134,6 +147,8 @@ def _find(name_or_path: str) -> tuple[object, str]:
 
 def _without_workload(path: Path, name: str, workloads: Sequence[str]) -> str:
     """Return the message for a file that does not define `name`; `workloads` are those that it defines."""
+    if not workloads and name != "workload" and defines(path, "workload"):
+        workloads = ["workload"]
     if workloads:
         return f"{path.name} defines no `{name}`. It defines {', '.join(workloads)}: write {path.name}:{workloads[0]}"
     quoted_path = shlex.quote(os.path.relpath(path))
@@ -176,7 +191,10 @@ def _path_and_name(text: str) -> tuple[Path, str]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a user's file. Its folder goes first on sys.path, because it may import modules next to it."""
+    """Import a user's file, which may import modules next to it.
+
+    Its folder is put first on sys.path unless it is there already.
+    """
     # A file called torch.py would otherwise be found by its own `import torch`.
     for library in ("torch", "numpy"):
         importlib.import_module(library)
@@ -203,7 +221,10 @@ def _finds(name: str, path: Path) -> bool:
     """Whether `import name` finds this file, not a different one (such as an installed `digits`)."""
     if not name.isidentifier():
         return False
-    spec = importlib.util.find_spec(name)
+    try:
+        spec = importlib.util.find_spec(name)
+    except ValueError:  # an imported module without a spec, such as __main__
+        return False
     return spec is not None and spec.origin == str(path)
 
 
@@ -213,25 +234,37 @@ def _check_settings(function: Callable[..., object], source: Source, where: str)
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):  # a class written in C, which has no signature
         return
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
+    takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    parameters = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     names = [parameter.name for parameter in parameters]
     for key in source.settings:
-        if key not in names:
+        if key not in names and not takes_any_name:
             hint = f"it takes {', '.join(names)}" if names else "it takes none"
             raise UsageError(f"--set {key}={source.settings[key]}: {where} has no such setting; {hint}")
     for parameter in parameters:
-        types = _TYPES.get(parameter.annotation)
-        if types and parameter.name in source.settings and not isinstance(source.settings[parameter.name], types):
+        if parameter.name in source.settings and not _fits(source.settings[parameter.name], parameter):
             value = source.settings[parameter.name]
-            raise UsageError(f"--set {parameter.name}={value}: {where} needs {parameter.annotation} there")
+            raise UsageError(f"--set {parameter.name}={value}: {where} needs {_type_name(parameter.annotation)} there")
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in source.settings]
     if missing:
         raise UsageError(f"{where} needs a value for {', '.join(missing)}: --set {missing[0]}=...")
 
 
-# Annotations that can be checked, as `from __future__ import annotations` leaves them.
-_TYPES: dict[object, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
+_TYPES: dict[str, type] = {"float": numbers.Real, "int": numbers.Integral, "str": str, "bool": bool}
+"""Annotations that are checked, by name -> the types of their values. A bool is a number only in Python."""
+
+
+def _type_name(annotation: object) -> str:
+    """Return the name of an annotation: a class, or text under `from __future__ import annotations`."""
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def _fits(value: object, parameter: inspect.Parameter) -> bool:
+    """Whether the value has the annotated type. True for annotations that are not checked, and for a default None."""
+    name = _type_name(parameter.annotation)
+    if name not in _TYPES or (value is None and parameter.default is None):
+        return True
+    return isinstance(value, _TYPES[name]) and (not isinstance(value, bool) or name == "bool")
 
 
 def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
@@ -247,6 +280,6 @@ def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
             raise UsageError(
                 f"--set {key}: {len(text):,} characters, nested too deeply for Python to read; give a plain value"
             ) from None
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError):  # TypeError: a list as a key of a dict
             settings[key] = {"true": True, "false": False, "none": None}.get(text.lower(), text)
     return settings

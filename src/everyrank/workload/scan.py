@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 __all__ = ["defines", "workload_names"]
@@ -16,7 +16,8 @@ __all__ = ["defines", "workload_names"]
 def defines(path: Path, name: str) -> bool:
     """Whether running the file would define `name` at its top level.
 
-    Assignments in branches, loops and `try` blocks count. `from other import *` counts if `other` defines the name.
+    Assignments in branches, loops and `try` blocks count, and those of functions that declare the name `global`.
+    `from other import *` counts if `other` is found without running code, and defines the name.
     Returns True for a file that is not Python, because importing it gives a better error.
 
     >>> defines(Path("my_workload.py"), "workload")
@@ -26,15 +27,21 @@ def defines(path: Path, name: str) -> bool:
 
 
 def workload_names(path: Path) -> list[str]:
-    """Return the top-level names assigned from `Workload(...)`, in order; [] for a file that is not Python."""
+    """Return the top-level names of workloads, in order; [] for a file that is not Python.
+
+    They are assigned from `Workload(...)`, or functions that return one.
+    """
     tree = _parse(path)
-    return [
-        target.id
-        for statement in (_top_level(tree) if tree is not None else ())
-        if isinstance(statement, ast.Assign | ast.AnnAssign) and _calls_workload(statement.value)
-        for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
-        if isinstance(target, ast.Name)
-    ]
+    names: list[str] = []
+    for statement in _top_level(tree) if tree is not None else ():
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and _calls_workload(statement.value):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+        elif isinstance(statement, ast.FunctionDef) and any(
+            isinstance(node, ast.Return) and _calls_workload(node.value) for node in ast.walk(statement)
+        ):
+            names.append(statement.name)
+    return names
 
 
 def _calls_workload(value: ast.expr | None) -> bool:
@@ -57,7 +64,11 @@ def _defines(path: Path, name: str, visited_files: set[Path]) -> bool:
             if file is not None and file not in visited_files and _defines(file, name, visited_files):
                 return True
     # __getattr__ of a module may define any name
-    return name in bound_names or "__getattr__" in bound_names
+    return name in bound_names or "__getattr__" in bound_names or _is_global_of_a_function(tree, name)
+
+
+def _is_global_of_a_function(tree: ast.Module, name: str) -> bool:
+    return any(isinstance(node, ast.Global) and name in node.names for node in ast.walk(tree))
 
 
 def _parse(path: Path) -> ast.Module | None:
@@ -110,18 +121,24 @@ def _imported_file(path: Path, statement: ast.ImportFrom) -> Path | None:
     for _ in range(statement.level - 1):
         folder = folder.parent
     parts = statement.module.split(".") if statement.module else []
-    path_in_folder = folder.joinpath(*parts)
-    files = [path_in_folder / "__init__.py"]
-    if parts:
-        files.append(path_in_folder.with_suffix(".py"))
-    for file in files:
-        if file.is_file():
-            return file
-    if statement.level or len(parts) != 1:  # finding a dotted name would import its package
-        return None
+    file = _module_file(folder, parts)
+    if file is not None or statement.level:
+        return file
     try:
         spec = importlib.util.find_spec(parts[0])
     except (ImportError, ValueError):
         return None
-    origin = spec.origin if spec is not None else None
-    return Path(origin) if origin is not None and origin.endswith(".py") else None
+    if spec is None:
+        return None
+    if len(parts) == 1:
+        return Path(spec.origin) if spec.origin is not None and spec.origin.endswith(".py") else None
+    # find_spec of a dotted name would import its package
+    files = (_module_file(Path(folder), parts[1:]) for folder in spec.submodule_search_locations or ())
+    return next((file for file in files if file is not None), None)
+
+
+def _module_file(folder: Path, parts: Sequence[str]) -> Path | None:
+    """Return the file of the module with this dotted name in a folder, or None."""
+    path = folder.joinpath(*parts)
+    files = [path / "__init__.py", *([path.with_suffix(".py")] if parts else [])]
+    return next((file for file in files if file.is_file()), None)

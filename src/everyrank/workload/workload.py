@@ -160,13 +160,14 @@ class Workload:
         for name in ("metrics", "derived"):
             if not isinstance(getattr(self, name), Mapping):
                 raise WorkloadError(f"workload {self.name}: {name}={getattr(self, name)!r}: give a dict of functions")
-        for name, metric in self.metrics.items():
-            self._require_callable(f"metrics[{name!r}]", metric)
-        for name, derive in self.derived.items():
-            self._require_callable(f"derived[{name!r}]", derive)
+            functions: Mapping[object, object] = getattr(self, name)
+            for key, function in functions.items():
+                if not isinstance(key, str) or not key or not key.isprintable():
+                    raise WorkloadError(f"workload {self.name}: {name}: the name {key!r} must be printable text")
+                self._require_callable(f"{name}[{key!r}]", function)
 
     def _check_name(self) -> None:
-        if not isinstance(self.name, str) or not self.name or any(ord(letter) < 32 for letter in self.name):
+        if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
             raise WorkloadError(f"name={self.name!r}: a workload needs a printable name")
         if "/" in self.name or "\\" in self.name:
             raise WorkloadError(f"name={self.name!r}: folders of runs are named after it; leave out slashes")

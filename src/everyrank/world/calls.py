@@ -38,7 +38,8 @@ _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "
 def recorded_calls(with_locations: bool) -> dict[str, Any]:
     """Return {"groups": {name: ranks}, "calls": rows}, oldest call first. `RecentCalls.rows` describes a row.
 
-    `with_locations` adds the line of user code that made each call. The first call takes seconds under gloo and nccl.
+    `with_locations` also adds the user's line to calls of gloo and nccl; the backends of everyrank always record it.
+    The first `recorded_calls(True)` of a process takes seconds under gloo and nccl.
     """
     if not dist.is_initialized():
         return {}

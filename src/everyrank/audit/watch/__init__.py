@@ -16,6 +16,7 @@ flat_shards.py      the flat parameters of FullyShardedDataParallel (FSDP1)
 steps.py            backward, clipping, gradient scaler, optimizer steps, zero_grad, schedules
 collectives.py      every collective that torch passes to a backend
 loaders.py          the indices that each DataLoader reads, on each rank and in each epoch
+restored_dataset.py restores a dataset after samples of it were read
 overlay.py          redirects the files that the script writes into the audit's folder
 saving.py           redirects libraries that write in C, C++ or Rust, and records torch.save
 imports.py          changes a module right after it is imported

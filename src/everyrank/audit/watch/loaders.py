@@ -1,8 +1,8 @@
 """Records the indices that each DataLoader reads, on each rank and in each epoch, and random numbers in its workers.
 
-All indices of an epoch are drawn and recorded when it begins. Then the epoch is shortened to its first batches and the
-last one, which may be smaller. `len(loader)` keeps its remainder modulo 4, because gradient accumulation may depend on
-it.
+All indices of an epoch are drawn and recorded when it begins. Then a long epoch is shortened to its first batches and
+the last one, which may be smaller. Streams end after a few batches. `len(loader)` keeps its remainder modulo 4, because
+gradient accumulation may depend on it.
 """
 
 # The hooks replace parts of torch that are private.
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import hashlib
 import random
+import sys
 import time
 import weakref
 import zlib
@@ -35,7 +37,8 @@ from torch.utils.data import (
 
 from everyrank.audit.events import Fetch, LoaderBatch, LoaderEpoch
 from everyrank.audit.watch.modules import rows
-from everyrank.audit.watch.recorder import Recorder, all_leaves, harmless
+from everyrank.audit.watch.recorder import Recorder, all_leaves, harmless, local_bytes
+from everyrank.audit.watch.restored_dataset import restored_dataset
 from everyrank.audit.watch.source_location import user_line
 
 __all__ = ["Loaders", "install_loaders", "random_states"]
@@ -84,7 +87,7 @@ class Loaders:
         self.last_epoch: tuple[int, int] | None = None  # loader, epoch
         self.trained_epochs: dict[int, set[int]] = {}
         self.samplers: list[_Sampler] = []
-        self.hooked_classes: set[Any] = set()  # their classes
+        self.hooked_classes: set[Any] = set()  # classes of samplers whose __iter__ is hooked
 
     @harmless("the samplers of loaders")
     def add_sampler(self, loader: Any) -> None:
@@ -124,7 +127,7 @@ class Loaders:
         return []
 
     def _number(self, loader: Any) -> int:
-        """The number of a loader, by its line, so that it is the same on all ranks even if one has more loaders."""
+        """An id made from the loader's line, so that ids agree on all ranks even if one rank has more loaders."""
         if "_audit_number" not in loader.__dict__:
             line = getattr(loader, "_audit_line", "")
             loader.__dict__["_audit_number"] = zlib.crc32(f"{line} {self.made[line]}".encode())
@@ -150,7 +153,7 @@ class Loaders:
             return
         number = self._number(loader)
         epoch = loader.__dict__["_audit_epoch"] = loader.__dict__.get("_audit_epoch", -1) + 1
-        iterator._audit = {"loader": number, "epoch": epoch, "yielded": 0, "limit": None, "after_skip": None}
+        iterator._audit = {"loader": number, "epoch": epoch, "yielded": 0, "limit": None, "first_after_skip": None}
         indices: _MapDatasetFields = {}
         if iterator._dataset_kind == torch_loader._DatasetKind.Map and iterator._auto_collation:
             indices = self._indices(iterator, loader, epoch)
@@ -199,7 +202,7 @@ class Loaders:
                 samples = sample_checksums(loader.dataset, [index for batch in batches for index in batch])
         count = min(self.shortened(self._length(loader, batches)), len(batches))
         shortened = batches[: count - 1] + batches[-1:] if len(batches) > count else batches
-        iterator._audit["after_skip"] = count if len(batches) > count else None
+        iterator._audit["first_after_skip"] = count if len(batches) > count else None
         iterator._sampler_iter = iter(shortened)
         return {
             "num_batches": len(batches),
@@ -232,7 +235,7 @@ class Loaders:
                 number=state["yielded"],
                 seconds=seconds,
                 row_checksums=samples,
-                is_after_skip=state["yielded"] == state["after_skip"],
+                is_after_skip=state["yielded"] == state["first_after_skip"],
             )
         )
 
@@ -242,11 +245,18 @@ def _read_batches(batches: Any) -> list[Any]:
     first_batches: list[Any] = []
     num_samples = 0
     for batch in batches:
-        first_batches.append(batch)
+        first_batches.append(_copy(batch))
         num_samples += _size(batch)
         if num_samples >= _MAX_SAMPLES:
             break
     return first_batches
+
+
+def _copy(batch: Any) -> Any:
+    """A copy of the indices of a batch, because a batch sampler may yield one list or tensor again and again."""
+    if isinstance(batch, list | np.ndarray):
+        return batch.copy()
+    return batch.clone() if isinstance(batch, torch.Tensor) else batch
 
 
 def _raise_when_read(error: Exception) -> Iterator[Any]:
@@ -292,7 +302,8 @@ def dataset_checksums(dataset: Any) -> _DatasetChecksums:
         dataset = dataset.dataset
     length = _length(dataset) or 1
     positions = list(dict.fromkeys((0, length // 2, length - 1)))
-    with contextlib.suppress(Exception), _restored_random_states():  # a dataset may refuse to give a sample twice
+    # a dataset may refuse to give a sample twice
+    with contextlib.suppress(Exception), _restored_random_states(), restored_dataset(dataset):
         contents = [
             "".join(_content(_seeded_sample(dataset, position, seed)).hexdigest() for position in positions)
             for seed in (_SEED, _SEED, _OTHER_SEED)
@@ -308,7 +319,7 @@ def sample_checksums(dataset: Any, indices: list[Any]) -> list[int]:
     """A checksum of each of these samples, read with a fixed seed; [] if reading them takes too long."""
     checksums: dict[Any, int] = {}
     end = time.monotonic() + _READ_SECONDS
-    with contextlib.suppress(Exception), _restored_random_states():
+    with contextlib.suppress(Exception), _restored_random_states(), restored_dataset(dataset):
         for index in indices[:_MAX_INDICES]:
             if index not in checksums:
                 digest = _content(_seeded_sample(dataset, index, _SEED)).digest()
@@ -337,12 +348,24 @@ def _seeded_sample(dataset: Any, index: Any, seed: int) -> Any:
 
 
 def _content(value: Any) -> Any:
-    """A hash of all tensors and other values in a sample."""
+    """A hash of all tensors and other values in a sample. Raises `TypeError` for an object whose value is unknown."""
     digest = hashlib.sha256()
     for leaf in all_leaves(value):
-        is_tensor = isinstance(leaf, torch.Tensor)
-        digest.update(leaf.detach().cpu().numpy().tobytes() if is_tensor else repr(leaf).encode())
+        digest.update(_leaf_bytes(leaf))
     return digest
+
+
+def _leaf_bytes(leaf: Any) -> bytes:
+    """Bytes that are equal in all processes for equal values. `repr` abbreviates arrays, and prints addresses."""
+    if isinstance(leaf, torch.Tensor):
+        return local_bytes(leaf).tobytes()
+    if hasattr(leaf, "tobytes") and not getattr(getattr(leaf, "dtype", None), "hasobject", False):  # also an image
+        return leaf.tobytes()
+    text = repr(sorted(map(repr, leaf))) if isinstance(leaf, set | frozenset) else repr(leaf)
+    is_standard = type(leaf).__module__.partition(".")[0] in sys.stdlib_module_names
+    if " at 0x" in text or not (is_standard or isinstance(leaf, str | int | float | enum.Enum)):
+        raise TypeError(f"{type(leaf).__name__} has no checksum")
+    return text.encode()
 
 
 def install_loaders(recorder: Recorder, loaders: Loaders) -> None:
@@ -420,12 +443,11 @@ def _watch_iterators(recorder: Recorder, loaders: Loaders) -> None:
 
 
 def _watch_random_numbers(fetcher: Any, recorder: Recorder) -> None:
-    """Record generator states before and after the first two batches of each worker."""
+    """Record generator states before and after the first two batches of each worker, in each epoch."""
     fetch = fetcher.fetch
-    num_fetched: dict[int, int] = {}
 
     def fetched(self: Any, index: Any) -> Any:
-        number = num_fetched[id(self)] = num_fetched.get(id(self), 0) + 1
+        number = self._audit_fetched = getattr(self, "_audit_fetched", 0) + 1
         if number > 2 or recorder.is_muted:
             return fetch(self, index)
         before = random_states()

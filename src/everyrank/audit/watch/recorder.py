@@ -21,7 +21,7 @@ import numpy as np
 
 from everyrank.audit.events import Event, HookFailed, Stopped, Unchecked
 
-__all__ = ["HOOKS", "Recorder", "Settings", "all_leaves", "checksum", "harmless", "local", "tensors"]
+__all__ = ["HOOKS", "Recorder", "Settings", "all_leaves", "checksum", "harmless", "local", "local_bytes", "tensors"]
 
 _WATCH_INTERVAL = 50
 ENVIRONMENT = "EVERYRANK_AUDIT"
@@ -218,11 +218,16 @@ def local(tensor: Any) -> Any:
 
 def checksum(tensor: Any) -> int:
     """The CRC-32 of the bytes of a tensor's local part."""
+    return zlib.crc32(local_bytes(tensor).data)
+
+
+def local_bytes(tensor: Any) -> np.ndarray:
+    """The bytes of a tensor's local part; none if its memory is freed."""
     import torch
 
     shard = local(tensor)
     if not shard.numel() or not shard.untyped_storage().nbytes():  # fully_shard frees gathered parameters
-        return 0
+        return np.empty(0, np.uint8)
     # view(uint8) needs a stride of 1, and a column of a single row is contiguous with any stride
     flat = shard.cpu().contiguous().as_strided((shard.numel(),), (1,))
-    return zlib.crc32(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy()

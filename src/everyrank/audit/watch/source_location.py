@@ -12,7 +12,7 @@ from types import CodeType, FrameType
 
 from everyrank.errors import is_user_code
 
-__all__ = ["is_user_file", "library_calls", "user_frames", "user_line"]
+__all__ = ["is_user_class", "is_user_file", "library_calls", "user_frames", "user_line"]
 
 _WATCH = str(Path(__file__).parent)
 _RECIPES = str(Path(__file__).parents[2] / "recipes") + os.sep
@@ -25,6 +25,12 @@ _WRAPPERS = {"wrapper", "handle_torch_function", "inner", "_fn"}  # functions of
 def is_user_file(filename: str) -> bool:
     """Whether a file is the user's: not Python, an installed package or everyrank, except for its recipes."""
     return is_user_code(filename) or filename.startswith(_RECIPES)
+
+
+@functools.cache
+def is_user_class(user_class: type) -> bool:
+    """Whether a class is the user's."""
+    return is_user_file(getattr(sys.modules.get(user_class.__module__), "__file__", None) or "")
 
 
 def user_frames() -> Iterator[FrameType]:

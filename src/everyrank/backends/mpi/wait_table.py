@@ -65,7 +65,7 @@ class WaitTable:
                 break
             yield missing
         rank, call = next((rank, call) for rank, (_, call) in entries.items() if call != self.call)
-        return f"rank {self.ranks[self.rank]} calls {self.call}, rank {self.ranks[rank]} {call}"
+        return f"rank {self.ranks[self.rank]} calls {self.call}, but rank {self.ranks[rank]} calls {call}"
 
     def _exchange(self) -> dict[int, tuple[int, str]]:
         """Write this rank's entry and return those of the other ranks; (0, "") for a rank without one."""

@@ -2,7 +2,7 @@
 
 A collective consists of phases. In phase k a rank
 
-    waits    until all others have begun phase k-1, and so have finished reading in phase k-2
+    waits    until all others have signalled in phase k-1, and so have finished reading in phase k-2
     writes   into its buffer number k % 2
     signals  by setting its counter to k
     waits    until the ranks whose buffers it reads have set their counters to k, and reads
@@ -64,8 +64,7 @@ class Phases:
         """Return whether an operation of that rank has failed."""
         return bool(self.words[self.counters[rank] + _FAILED_INDEX])
 
-    # Most waits have already ended, and a generator for each would take most of the time. So such a wait is an empty
-    # tuple.
+    # Most waits are over before they begin. For those, return an empty tuple, because creating a generator is slow.
 
     def _begin(self, call: int) -> Wait:
         """Begin the next phase: wait until this rank may write into its buffer."""
@@ -114,8 +113,8 @@ class Phases:
             other_call = self.words[self.counters[rank] + offset]
             if other_call != call:
                 raise RankFailedError(
-                    f"rank {self.ranks[self.rank]} calls {decode_call(call)}, rank {self.ranks[rank]} "
-                    f"{decode_call(other_call)}: all ranks of a group call the same collectives in the same order"
+                    f"rank {self.ranks[self.rank]} calls {decode_call(call)}, but rank {self.ranks[rank]} "
+                    f"calls {decode_call(other_call)}: all ranks of a group call the same collectives in the same order"
                 )
 
     def _phase_buffers(self, dtype: torch.dtype, phase: int) -> list[Tensor]:

@@ -138,9 +138,9 @@ def map_shared(
     finally:
         if descriptor >= 0:  # all ranks have opened it, or the group has failed
             os.close(descriptor)
-    failures = [f"rank {ranks[index]} ({reason})" for index, (_, reason) in enumerate(entries) if reason]
+    failures = [f"rank {ranks[index]}: {reason}" for index, (_, reason) in enumerate(entries) if reason]
     if failures or memory is None:
-        raise CannotRunError(f"no memory can be shared with rank {ranks[0]} by {', '.join(failures)}")
+        raise CannotRunError(f"the ranks cannot share memory: {'; '.join(failures)}")
     return memory, Peers([pid for pid, _ in entries], ranks)
 
 

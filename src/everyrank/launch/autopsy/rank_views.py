@@ -25,6 +25,7 @@ Frame = tuple[str, int, str]  # file, line, function
 _MAX_BYTES = 1 << 22  # size limit of a file; an answer has a few thousand bytes
 _STACK_SECONDS = 1.0  # longest wait for the stacks after the signal
 _PAUSE_SECONDS = 0.05
+_ABORT_SECONDS = 2.0  # a rank that writes after this time was not aborted
 _START_SECONDS = 10.0  # the ranks of one start begin within this time
 _BLOCK = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n((?:  File [^\n]*\n?)*)", re.MULTILINE)
 _LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -323,9 +324,14 @@ def _main_thread(text: str, identity: dict[str, Any]) -> list[Frame]:
 
 
 def _frames_at_abort(folder: Path, identity: dict[str, Any]) -> list[Frame]:
-    """Return the stack of a process when a library aborted it; [] if it ended differently."""
+    """Return the stack of a process when a library aborted it; [] if it ended differently.
+
+    A data loader worker that is aborted writes its stack to the same file. Its rank continues.
+    """
     path = folder / f"rank{identity['rank']}.stacks"
     if not path.is_file():
+        return []
+    if _last_write(folder, identity, "seen") > _last_write(folder, identity, "stacks") + _ABORT_SECONDS:
         return []
     with contextlib.suppress(OSError), path.open("rb") as file:
         _, fatal, text = file.read(_MAX_BYTES).decode(errors="replace").rpartition("Fatal Python error:")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from everyrank.errors import is_user_code, printable
 from everyrank.launch.autopsy.lateness import arrival_times, find_late_rank
 from everyrank.launch.autopsy.rank_views import Frame, RankView
-from everyrank.launch.stalled_ranks import concerns_others
+from everyrank.launch.stalled_ranks import concerns_others, is_a_wait
 
 __all__ = ["location_text", "verdict"]
 
@@ -383,7 +383,8 @@ def _state_text(view: RankView) -> str:
     if concerns_others(view.raised) and _is_at_barrier(view):
         return f"waited at a barrier of everyrank, at {location or 'an unknown location'}"
     if concerns_others(view.raised):
-        return f"timed out at {location or 'an unknown location'}"
+        ending = "timed out" if is_a_wait(view.raised) else "was ended by an error of another rank"
+        return f"{ending} at {location or 'an unknown location'}"
     if view.raised:
         return f"has raised at {location or 'an unknown location'}: {view.raised}"
     if view.age:

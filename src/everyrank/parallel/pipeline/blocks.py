@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from everyrank.errors import UnsupportedLayoutError
 
-__all__ = ["BlockProxy", "RemoteBlock", "held_elsewhere", "release_tensors"]
+__all__ = [
+    "BlockProxy",
+    "RemoteBlock",
+    "has_persistent_buffers",
+    "held_elsewhere",
+    "modules_outside",
+    "release_tensors",
+]
 
 
 class RemoteBlock(nn.Module):
@@ -64,7 +72,7 @@ class BlockProxy(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the block that the model reads (for example its type of attention)."""
         stages, index = self.__dict__["stages"], self.__dict__["index"]
-        if index < stages.expected:
+        if index < stages.next_index:
             raise UnsupportedLayoutError(
                 f"pipeline: the model reads {name} of block {index} after it has run, and another stage may have run "
                 "it; hand it on in the block's output"
@@ -72,9 +80,28 @@ class BlockProxy(nn.Module):
         return getattr(stages.blocks[index], name)
 
 
-def release_tensors(block: nn.Module) -> None:
-    """Free all tensors of a block."""
+def modules_outside(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules that the model has without its blocks, also those that a block has too."""
+    seen, outside, waiting = set(blocks), list[nn.Module](), [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            outside.append(module)
+            waiting += module.children()
+    return outside
+
+
+def has_persistent_buffers(module: nn.Module) -> bool:
+    """Return whether a module, without its submodules, has buffers in its state dict."""
+    return any(name in module.state_dict() for name, _ in module.named_buffers(recurse=False))
+
+
+def release_tensors(block: nn.Module, used_modules: Collection[nn.Module]) -> None:
+    """Free all tensors of a block, except those of modules that are still used."""
     for module in block.modules():
+        if module in used_modules:
+            continue
         for name, _ in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, None)
         for name, _ in list(module.named_buffers(recurse=False)):

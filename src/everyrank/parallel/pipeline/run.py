@@ -128,7 +128,7 @@ class PipelineRun:
     def forward_only(self, batch: Batch, run: Callable[[int, Tensor | None], tuple[Any, bool]]) -> Any:
         """Run a batch forward through all stages; return the output of the model on the last one, None elsewhere."""
         final_output = None
-        for stage in self.stages.numbers:
+        for stage in self.stages.stage_numbers:
             received = self._receive("F", stage, 0, _shapes(batch)) if stage else None
             output, is_end = run(stage, received)
             if is_end:

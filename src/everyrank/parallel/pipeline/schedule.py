@@ -4,7 +4,7 @@ A schedule is the result of a simulation, in which every free rank takes the bes
 deadlock, for any numbers of stages and micro-batches, and the simulation shows how long ranks are idle.
 
     gpipe         all forwards, then all backwards; keeps all micro-batches               Huang et al. 2019
-    1f1b          a backward as early as possible; keeps one per later stage              Narayanan et al. 2019
+    1f1b          a backward as early as possible; keeps one per stage from its own on    Narayanan et al. 2019
     interleaved   1f1b with several stages on each rank: smaller bubbles, more sending    Narayanan et al. 2021
     zero-bubble   1f1b whose weight gradients wait for an idle moment (ZB-H1)             Qi et al. 2024
 """
@@ -18,7 +18,7 @@ __all__ = ["Action", "bubble", "make_schedule"]
 
 
 class Action(NamedTuple):
-    """F: forward; B: backward; I, W: backward only for the input, and for the weights.
+    """F: forward; B: backward; I: backward for the input only; W: backward for the weights only.
 
     `stage` counts through all stages of the model; stage s is on rank s % ranks.
     """
@@ -134,7 +134,7 @@ def _preferences(
 
 
 def _orders(ranks: int, micro_batches: int, chunks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return (chunk, micro-batch) of all forwards and of all backwards, in the order of every rank.
+    """Return (chunk, micro-batch) of all forwards and of all backwards, in order; the order is the same on every rank.
 
     With several chunks, groups of as many micro-batches as ranks pass through one chunk, then through the next.
     """

@@ -27,7 +27,13 @@ from everyrank.parallel.dropout.exact import is_in_checkpoint
 from everyrank.parallel.mesh import Mesh
 from everyrank.parallel.parallelize import find_blocks
 from everyrank.parallel.pipeline.balance import balance, cost, own_cost
-from everyrank.parallel.pipeline.blocks import BlockProxy, RemoteBlock, release_tensors
+from everyrank.parallel.pipeline.blocks import (
+    BlockProxy,
+    RemoteBlock,
+    has_persistent_buffers,
+    modules_outside,
+    release_tensors,
+)
 from everyrank.workload import Workload
 
 __all__ = ["Stages", "apply_pipeline"]
@@ -44,29 +50,33 @@ class _StageDone(Exception):  # noqa: N818  (no error)
 class Stages:
     """A model with only the blocks of some stages.
 
-    path      the path of the blocks: `Workload.blocks`
-    spans     the blocks of each stage
-    numbers   the indices of this rank's stages, out of `count`. Stage s is on pipeline rank s % size
+    path            the path of the blocks: `Workload.blocks`
+    spans           the blocks of each stage
+    stage_numbers   the indices of this rank's stages, out of `count`. Stage s is on pipeline rank s % size
     """
 
     def __init__(self, model: nn.Module, path: str, spans: Sequence[range], size: int, coordinate: int) -> None:
         container = model.get_submodule(path)
         self.model, self.path, self.container = model, path, container
         self.spans, self.count = spans, len(spans)
-        self.numbers = range(coordinate, self.count, size)
+        self.stage_numbers = range(coordinate, self.count, size)
         self.blocks: list[nn.Module] = list(container.children())
         names = [name for name, _ in container.named_children()]
         self.proxies = {name: BlockProxy(self, index) for index, name in enumerate(names)}
         self.span = spans[0]
         self.received: Tensor | None = None
         self.handed_on: Tensor | None = None
-        self.version = self.expected = 0
-        self.is_checking = False
+        self.version = self.next_index = 0
+        self.fake_output: Callable[[Tensor], Tensor] | None = None  # in `check_block_order`, for all but the last block
+        self.nan_error = ""
         stage_of = {index: number for number, span in enumerate(spans) for index in span}
         for index, (name, block) in enumerate(zip(names, self.blocks, strict=True)):
-            if stage_of[index] not in self.numbers:
+            if stage_of[index] not in self.stage_numbers:
                 container.register_module(name, RemoteBlock(block, stage_of[index] % size))
-                release_tensors(block)  # keeps attributes and type of the block, which the model may read
+        # the blocks of other stages stay without tensors, because the model may read their attributes and type
+        used_modules = set(self.outside_modules()).union(*(block.modules() for block in self.own_blocks()))
+        for block in self.blocks:
+            release_tensors(block, used_modules)
         self.direct_children = dict(container.named_children())
 
     def run(self, number: int, received: Tensor | None, forward: Callable[[], Any]) -> tuple[Any, bool]:
@@ -74,7 +84,7 @@ class Stages:
 
         `received` is the tensor from the previous stage; None for the first.
         """
-        self.span, self.received, self.handed_on, self.expected = self.spans[number], received, None, 0
+        self.span, self.received, self.handed_on, self.next_index = self.spans[number], received, None, 0
         self._install(self.proxies)
         try:
             output = forward()
@@ -89,26 +99,34 @@ class Stages:
 
     @torch.no_grad()
     def check_block_order(self, forward: Callable[[], Any]) -> None:
-        """Run the whole model with fake blocks: the last returns zeros, the others NaN.
+        """Run the whole model with fake blocks: the last returns numbers, the others NaN.
 
         Raises `UnsupportedLayoutError` on all ranks if the model computes between its blocks, or uses the output of a
-        block for anything but the next. Ignores other errors, because fake outputs may have a wrong shape: that of the
-        block's input.
+        block for anything but the next block. Ignores other errors, because a fake output has the shape of the block's
+        input, which may be wrong.
         """
-        self.is_checking = True
+        error = self._run_fake_blocks(forward, lambda value: torch.full_like(value, torch.nan))
+        # a model may also have NaN of its own, for example for missing values: it then has NaN with numbers, too
+        if error and not self._run_fake_blocks(forward, _numbers_like):
+            raise UnsupportedLayoutError(error)
+
+    def _run_fake_blocks(self, forward: Callable[[], Any], fake_output: Callable[[Tensor], Tensor]) -> str:
+        """Run the model; all blocks but the last return a `fake_output`. Return what has got NaN as an error, or ""."""
+        self.fake_output, self.nan_error = fake_output, ""
         try:
             output, _ = self.run(self.count - 1, None, forward)
         except UnsupportedLayoutError:
             raise
         except Exception:
-            return
+            return self.nan_error
         finally:
-            self.is_checking = False
+            self.fake_output = None
         if _has_nan(output):
-            raise UnsupportedLayoutError(
+            self.nan_error = self.nan_error or (
                 "pipeline: the model uses the output of a block outside the next block, but other stages do not have "
                 "this output. Use only the output of the last block after the blocks"
             )
+        return self.nan_error
 
     def _install(self, modules: Mapping[str, nn.Module]) -> None:
         """Replace the blocks by these modules."""
@@ -122,8 +140,8 @@ class Stages:
         do not take and return one tensor.
         """
         first, value = self._input_of(index, args, kwargs)
-        if self.is_checking:
-            return self._pretend(index, value, args, kwargs)
+        if self.fake_output is not None:
+            return self._hand_on(self._pretend(index, value, args, kwargs, self.fake_output))
         if index not in self.span:
             return self._hand_on(value)
         if index == self.span.start and self.received is not None:
@@ -145,12 +163,12 @@ class Stages:
             raise WorkloadError(f"pipeline: block {index} is called without an argument")
         first = next(iter(kwargs), "")
         value = args[0] if args else kwargs[first]
-        if index != self.expected:
+        if index != self.next_index:
             raise UnsupportedLayoutError(
-                f"pipeline: block {index} runs where block {self.expected} should: the forward pass has to go through "
-                "the blocks once, in order"
+                f"pipeline: block {index} runs where block {self.next_index} should: the forward pass has to go "
+                "through the blocks once, in order"
             )
-        self.expected += 1
+        self.next_index += 1
         if index and (value is not self.handed_on or value._version != self.version):
             raise UnsupportedLayoutError(
                 f"pipeline: the model computes between block {index - 1} and block {index}. The first argument of a "
@@ -160,20 +178,26 @@ class Stages:
             raise WorkloadError(f"pipeline: block {index} gets {type(value).__name__} first, not a tensor")
         return first, value
 
-    def _pretend(self, index: int, value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Return the fake output of a block for `check_block_order`: NaN, or zeros for the last block."""
+    def _pretend(
+        self,
+        index: int,
+        value: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fake_output: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return the fake output of a block for `check_block_order`."""
         if is_in_checkpoint():
             raise UnsupportedLayoutError(
                 f"pipeline: the model calls block {index} inside torch.utils.checkpoint, which would run it again in "
                 "backward, out of order. Remove torch.utils.checkpoint, and use pipeline:recompute=true instead"
             )
         if _has_nan((args[1:], {name: item for name, item in kwargs.items() if item is not value})):
-            raise UnsupportedLayoutError(
+            self.nan_error = self.nan_error or (
                 f"pipeline: block {index} also takes the output of an earlier block, but a stage sends only one tensor "
                 "to the next stage"
             )
-        is_last = index == len(self.blocks) - 1
-        return self._hand_on(torch.zeros_like(value) if is_last else torch.full_like(value, torch.nan))
+        return _numbers_like(value) if index == len(self.blocks) - 1 else fake_output(value)
 
     def _hand_on(self, value: Tensor) -> Tensor:
         self.handed_on, self.version = value, value._version
@@ -181,7 +205,7 @@ class Stages:
 
     def own_blocks(self) -> list[nn.Module]:
         """Return the blocks of this rank."""
-        return [self.blocks[index] for number in self.numbers for index in self.spans[number]]
+        return [self.blocks[index] for number in self.stage_numbers for index in self.spans[number]]
 
     def own_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that no other stage has."""
@@ -189,14 +213,24 @@ class Stages:
 
     def outside_buffers(self) -> list[Tensor]:
         """Return the buffers that every stage has."""
-        of_blocks = {id(buffer) for block in self.own_blocks() for buffer in block.buffers()}
-        return [buffer for buffer in self.model.buffers() if id(buffer) not in of_blocks]
+        buffers = [buffer for module in self.outside_modules() for buffer in module.buffers(recurse=False)]
+        return list({id(buffer): buffer for buffer in buffers}.values())
+
+    def outside_modules(self) -> list[nn.Module]:
+        """Return the modules that the model has outside its blocks, and so on every stage."""
+        return modules_outside(self.model, self.blocks)
 
 
 def _has_nan(value: Any) -> bool:
     has_nan: list[bool] = []
     map_tensors(value, lambda tensor: has_nan.append(bool(tensor.isnan().any())) or tensor)
     return any(has_nan)
+
+
+def _numbers_like(value: Tensor) -> Tensor:
+    """Return different numbers between 0.5 and 1.5, which a model can also normalize or take the logarithm of."""
+    count = torch.arange(value.numel(), dtype=torch.float32, device=value.device)
+    return (1.0 + count.sin() / 2).to(value.dtype).view(value.shape)
 
 
 def apply_pipeline(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> Stages:
@@ -225,16 +259,19 @@ def apply_pipeline(model: nn.Module, workload: Workload, layout: Layout, mesh: M
         )
     _check_ties(model, workload.blocks, blocks)
     costs = [cost(block) for block in blocks]
-    inside = {module for block in blocks for module in block.modules()}
     # The last stage also computes everything after the blocks (a head). Before the blocks there is usually only an
     # embedding, which needs no multiplications.
-    costs[-1] += sum(own_cost(module) for module in model.modules() if module not in inside)
+    costs[-1] += sum(own_cost(module) for module in modules_outside(model, blocks))
     spans = balance(costs, ranks * chunks)
     return Stages(model, workload.blocks, spans, ranks, mesh.coordinate["pipeline"])
 
 
 def _check_ties(model: nn.Module, path: str, blocks: Sequence[nn.Module]) -> None:
-    """Refuse a weight that a block shares with another block or with a module outside the blocks."""
+    """Refuse a weight that a block shares with another block or with a module outside the blocks.
+
+    A shared module may have buffers: they stay on all stages that use it. If they are persistent, they are refused,
+    because a checkpoint has them under one name.
+    """
     everything = model.named_modules(remove_duplicate=False)
     places = [name for name, module in everything if name.rpartition(".")[0] == path and module in blocks]
     if len(places) > len(blocks):
@@ -242,16 +279,22 @@ def _check_ties(model: nn.Module, path: str, blocks: Sequence[nn.Module]) -> Non
             f"pipeline: some of the {len(places)} blocks at {path} are the same module. Give each block its own "
             "module, or use fsdp"
         )
-    owner: dict[int, str] = {}
     names = {id(module): name for name, module in model.named_modules()}
-    inside = {module for block in blocks for module in block.modules()}
-    parts = [(names[id(block)], block.parameters()) for block in blocks]
-    outside = (p for module in model.modules() if module not in inside for p in module.parameters(recurse=False))
-    for name, parameters in [*parts, (f"a module outside {path}", outside)]:
-        for parameter in set(parameters):
-            other = owner.setdefault(id(parameter), name)
+    parts = [(names[id(block)], list(block.modules())) for block in blocks]
+    weight_owner: dict[int, str] = {}
+    buffer_owner: dict[nn.Module, str] = {}
+    for name, modules in [*parts, (f"a module outside {path}", modules_outside(model, blocks))]:
+        for parameter in (parameter for module in modules for parameter in module.parameters(recurse=False)):
+            other = weight_owner.setdefault(id(parameter), name)
             if other != name:
                 raise UnsupportedLayoutError(
                     f"pipeline: {other} and {name} share a weight, which would be on two stages. Untie the weights, or "
                     "use fsdp or tensor"
+                )
+        for module in modules:
+            other = buffer_owner.setdefault(module, name)
+            if other != name and has_persistent_buffers(module):
+                raise UnsupportedLayoutError(
+                    f"pipeline: {other} and {name} share the module {names[id(module)]} with persistent buffers, which "
+                    "would be on two stages. Register them with persistent=False, or give each its own module"
                 )

@@ -9,8 +9,10 @@ from typing import Any
 
 from everyrank.port.facts import Fact
 from everyrank.port.source import NotPortedError, ScriptSource, end_of, start_of
+from everyrank.port.to_workload.changing_names import changed_objects, loops_around
 from everyrank.port.to_workload.observed_run import ObservedRun
 from everyrank.port.to_workload.slices import (
+    Frames,
     Script,
     ScriptSlice,
     ScriptStatement,
@@ -66,10 +68,14 @@ class Metric:
     setup: list[ScriptStatement]
 
 
-def find_loss(observed: ObservedRun, script: Script, backward: Fact, forward: Fact) -> tuple[Loss, ast.Call]:
+def find_loss(
+    observed: ObservedRun, script: Script, backward: Fact, forward: Fact, changing: dict[str, int]
+) -> tuple[Loss, ast.Call]:
     """Return the code from a batch to the loss, and the call of the model.
 
-    Raises `NotPortedError` for code that depends on other batches or on the number of an update.
+    changing  name -> line for the variables that the training changes
+
+    Raises `NotPortedError` for code that reads one of them, or an object that the training changes.
     """
     source = observed.source
     node = source.at(backward.span, ast.Call)
@@ -90,13 +96,15 @@ def find_loss(observed: ObservedRun, script: Script, backward: Fact, forward: Fa
             f"the model is called outside of the loop with the backward of line {node.lineno}: call it there",
         )
     values = {**script.module_values, **backward.chain[0].values}
+    # a branch that depends on the epoch stays a branch
+    values = {name: value for name, value in values.items() if name not in changing}
     statement = source.statement(node)
     body = _body(loop, values, start_of(statement))
     value = _loss_expression(node)
     output, after, needed, call_index = _after(script, body, value, call)
     available = set(_target_names(source, loop)) | {name for code in body[:call_index] for name in bound_names(code)}
     targets = sorted(name for name in needed if name in available and name != output)
-    _refuse_carried(source, loop, backward, needed - available - {output}, call)
+    _refuse_carried(script, loop, backward, needed - available - {output}, changing, call)
     model = source.code(call.func)
     if model in needed:
         raise NotPortedError(
@@ -107,9 +115,12 @@ def find_loss(observed: ObservedRun, script: Script, backward: Fact, forward: Fa
     input_names = {name for text in inputs for name in loaded_names(ast.parse(text.lstrip("*"), mode="eval"))}
     before, first_names = _before(script, body[:call_index], {*targets, *input_names})
     target = set(_target_names(source, loop))
-    _refuse_carried(source, loop, backward, first_names - target, call)
+    _refuse_carried(script, loop, backward, first_names - target, changing, call)
     slice_of_setup = ScriptSlice(script)
     text = script.rendered(value, {call: output})
+    texts = [*after, *before, *inputs, text]
+    in_loop = available | {output} | {name for each in loop.body for name in bound_names(each)}
+    _refuse_changed_objects(script, backward, texts, in_loop, changing, call)
     for code in [*after, *before, *inputs, text]:
         slice_of_setup.given |= available | {output} | {name for text in after for name in bound_names_of(text)}
         slice_of_setup.needs(ast.parse(code.lstrip("*")), backward)
@@ -207,8 +218,8 @@ def _loss_expression(node: ast.Call) -> ast.expr:
 def _after(
     script: Script, body: list[ast.stmt], value: ast.expr, call: ast.Call
 ) -> tuple[str, list[str], set[str], int]:
-    """Return the name of the model's output, the statements from it to the loss, the names that these need of the
-    batch, and the index of the model's call in `body`.
+    """Return the name of the model's output, the statements from it to the loss, the names that they read, and the
+    index of the model's call in `body`.
     """
     needed = loaded_names(ast.parse(script.rendered(value, {call: "output"}), mode="eval")) - {"output"}
     call_index = next(
@@ -278,22 +289,58 @@ def _arguments(script: Script, call: ast.Call) -> tuple[list[str], list[str]]:
     ]
 
 
-def _refuse_carried(source: ScriptSource, loop: ast.For, backward: Fact, names: set[str], call: ast.Call) -> None:
-    """Raise `NotPortedError` if a name is changed by a loop, so that its value depends on the update."""
+def _refuse_carried(
+    script: Script, loop: ast.For, backward: Fact, names: set[str], changing: dict[str, int], call: ast.Call
+) -> None:
+    """Raise `NotPortedError` for a name that the training changes, so that its value depends on the update."""
+    frames = Frames(script, backward.chain)
     counters = {
-        node.id
-        for depth in range(len(backward.chain))
-        for each in source.loops(source.at(backward.chain[depth].span, ast.Call) or source.tree)
+        name: each.lineno
+        for depth in range(len(frames.scopes))
+        for each in loops_around(frames, depth)
         if isinstance(each, ast.For)
-        for node in ast.walk(each.target)
-        if isinstance(node, ast.Name)
+        for name in bound_names(each.target)
     }
-    inside = {name for each in loop.body for name in bound_names(each)}
-    for name in sorted(names & (counters | inside)):
-        kind = "the number of an epoch or batch" if name in counters else "carried from batch to batch"
-        raise NotPortedError(
-            call.lineno, f"`{name}` is {kind}, and the loss and model of a workload get one batch only: train by hand"
-        )
+    for name in sorted(names & (counters.keys() | changing.keys())):
+        line = changing.get(name, backward.line)
+        if name in counters:
+            reason = "is the number of an epoch or batch"
+        elif start_of(loop) < (line, 0) <= end_of(loop):
+            reason = "is carried from batch to batch"
+        else:
+            reason = f"changes during the training, in line {line}"
+        _refuse(call, f"`{name}` {reason}")
+
+
+def _refuse_changed_objects(
+    script: Script,
+    backward: Fact,
+    texts: list[str],
+    in_loop: set[str],
+    changing: dict[str, int],
+    call: ast.Call,
+) -> None:
+    """Raise `NotPortedError` if these texts read an object that the training changes: `annealer.step()`.
+
+    in_loop  names that the batch loop binds: their objects are of one batch
+    """
+    changed = changed_objects(script, backward, changing)
+    values = {**script.module_values, **backward.chain[0].values}
+    for text in texts:
+        for node in ast.walk(ast.parse(text.lstrip("*"))):
+            owner = node.value if isinstance(node, ast.Attribute) else node
+            if not isinstance(owner, ast.Name) or owner.id in in_loop or owner.id not in values:
+                continue
+            key = values[owner.id][2], node.attr if isinstance(node, ast.Attribute) else ""
+            line = changed.get(key, changed.get((key[0], ""), 0))
+            if line:
+                _refuse(call, f"`{ast.unparse(node)}` changes during the training, in line {line}")
+
+
+def _refuse(call: ast.Call, reason: str) -> None:
+    raise NotPortedError(
+        call.lineno, f"{reason}, and the loss and model of a workload get one batch only: train by hand"
+    )
 
 
 # --- metrics

@@ -18,19 +18,23 @@ from everyrank.port.facts import CallSite, Fact
 from everyrank.port.source import NotPortedError, Scope, ScriptSource, end_of, parameter_names, start_of
 
 __all__ = [
+    "Frames",
     "Script",
     "ScriptSlice",
     "ScriptStatement",
     "bound_names",
     "loaded_names",
     "mutated_names",
+    "nodes_in",
+    "object_changed_by",
     "read_names",
+    "root_name",
     "taken_statements",
 ]
 
 _MOVES = {"to", "cuda", "cpu", "xpu", "mps"}
 _HARMLESS = {"train", "eval", "zero_grad", "share_memory", "requires_grad", "parameters", "named_parameters", "summary"}
-_CHANGES_ARGUMENT = re.compile(r"init|load|reset|freeze|_$|prune|tie|update|apply")
+_CHANGES_ARGUMENT = re.compile(r"init|load|reset|freeze|requires_grad|_$|prune|tie|update|apply")
 _TESTS = (
     *(ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.Compare, ast.Name),
     *(ast.Attribute, ast.Constant, ast.Load, ast.Tuple, ast.List, ast.cmpop, ast.BinOp, ast.operator),
@@ -178,6 +182,11 @@ def loaded_names(tree: ast.AST) -> set[str]:
     return loads - inner_names
 
 
+def nodes_in(nodes: Sequence[ast.AST]) -> list[ast.AST]:
+    """Return all nodes in several nodes."""
+    return [each for node in nodes for each in ast.walk(node)]
+
+
 def read_names(statements: Iterable[ast.stmt], bound: Iterable[str] = ()) -> set[str]:
     """Return the names that statements read before binding them."""
     names, bound_names_so_far = set[str](), set(bound)
@@ -246,22 +255,60 @@ def _own_nodes(statement: ast.AST) -> Iterator[ast.AST]:
 
 
 def mutated_names(statement: ast.AST) -> set[str]:
-    """Return the names whose objects a statement changes: `x.a = 1`, `x[0] = 1`, `x += 1`, `x.append(1)`, `init(x)`."""
+    """Return the names whose objects a statement changes: `x.a = 1`, `x[0] = 1`, `x.append(1)`, `init(x)`.
+
+    A loop that changes the parts of x changes x.
+    """
     names = set[str]()
     for node in _own_nodes(statement):
         if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
-            names.add(_root(node))
+            names.add(root_name(node))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             call = node.value
             name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
             if isinstance(call.func, ast.Attribute) and name not in _MOVES | _HARMLESS:
-                names.add(_root(call.func))
+                names.add(root_name(call.func))
             if _CHANGES_ARGUMENT.search(name):
-                names |= {_root(arg) for arg in call.args}
-    return names - {""}
+                names |= {root_name(arg) for arg in call.args}
+    return _with_iterated(statement, names - {""})
 
 
-def _root(node: ast.AST) -> str:
+def _with_iterated(statement: ast.AST, changed: set[str]) -> set[str]:
+    """Return `changed` with x if a loop over the parts of x changes them: `for p in x.parameters(): p.a = 1`."""
+    loops = [node for node in _own_nodes(statement) if isinstance(node, ast.For)]
+    for loop in reversed(loops):  # the inner loops first
+        if bound_names(loop.target) & changed:
+            functions = {node.func for node in ast.walk(loop.iter) if isinstance(node, ast.Call)}
+            iterated = {node.id for node in ast.walk(loop.iter) if isinstance(node, ast.Name) and node not in functions}
+            changed = changed | iterated
+    return changed
+
+
+def object_changed_by(statement: ast.stmt) -> set[tuple[str, str]]:
+    """Return (name, attribute) of the objects that a statement changes; "" for a method or an item of the object."""
+    changed = set[tuple[str, str]]()
+    nodes = [
+        node
+        for node in _own_nodes(statement)
+        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store)
+    ]
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        method = statement.value.func
+        if isinstance(method, ast.Attribute) and method.attr not in _MOVES | _HARMLESS | {"set_epoch"}:
+            nodes.append(method)
+    for node in nodes:
+        owner: ast.expr = node
+        attribute = ""
+        while isinstance(owner, ast.Attribute | ast.Subscript):
+            attribute = owner.attr if isinstance(owner, ast.Attribute) and isinstance(node.ctx, ast.Store) else ""
+            owner = owner.value
+        if isinstance(owner, ast.Name):
+            changed.add((owner.id, attribute))
+    return changed
+
+
+def root_name(node: ast.AST) -> str:
+    """Return x for `x.a`, `x[0]` and `x.f().b`; "" for other expressions."""
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
@@ -272,6 +319,13 @@ def _root(node: ast.AST) -> str:
 
 def decided(test: ast.expr, values: dict[str, list[Any]]) -> bool | None:
     """Evaluate a condition from recorded values; None if they do not determine it."""
+    if isinstance(test, ast.BoolOp):  # one false part of `and` is enough, and one true part of `or`
+        deciding = isinstance(test.op, ast.Or)
+        parts = [decided(part, values) for part in test.values]
+        return deciding if deciding in parts else None if None in parts else not deciding
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        is_true = decided(test.operand, values)
+        return None if is_true is None else not is_true
     if not all(isinstance(node, _TESTS) for node in ast.walk(test)):
         return None
     env: dict[str, Any] = {"__name__": "__main__"}
@@ -329,12 +383,12 @@ class ScriptSlice:
 
     def needs(self, code: ast.AST, event: Fact, depth: int = 0, before: tuple[int, int] | None = None) -> None:
         """Add the statements that `code` needs, which runs at site `depth` of an event's chain of calls."""
-        frames = _Frames(self.script, event.chain)
+        frames = Frames(self.script, event.chain)
         for name in sorted(read_names(code.body) if isinstance(code, ast.Module) else loaded_names(code)):
             self._need(name, frames, depth, before or frames.position(depth))
         self._attributes(code, frames, depth)
 
-    def _attributes(self, code: ast.AST, frames: _Frames, depth: int) -> None:
+    def _attributes(self, code: ast.AST, frames: Frames, depth: int) -> None:
         """Record which attributes of parsed arguments are read."""
         values = {**frames.globals, **frames.values(depth)}
         read = [node for node in ast.walk(code) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
@@ -350,7 +404,7 @@ class ScriptSlice:
                     if name.startswith(f"{node.id}.") and value[0] in ("literal", "device"):
                         self.script.namespaces.setdefault(node.id, {})[name.partition(".")[2]] = value[1]
 
-    def _need(self, name: str, frames: _Frames, depth: int, before: tuple[int, int]) -> None:
+    def _need(self, name: str, frames: Frames, depth: int, before: tuple[int, int]) -> None:
         if name in self.given or (name, depth, before) in self._done:
             return
         self._done.add((name, depth, before))
@@ -412,7 +466,7 @@ class ScriptSlice:
         self.script.constants.setdefault(name, text)
         return True
 
-    def _need_argument(self, name: str, frames: _Frames, depth: int) -> None:
+    def _need_argument(self, name: str, frames: Frames, depth: int) -> None:
         """Add the argument for a parameter, and the statements that it needs."""
         argument, call = frames.argument(name, depth)
         if argument is None or call is None:
@@ -432,7 +486,7 @@ class ScriptSlice:
             self._need(each, frames, depth + 1, position)
         self._attributes(frames_code, frames, depth + 1)
 
-    def _add(self, unit: ast.stmt, name: str, frames: _Frames, depth: int) -> None:
+    def _add(self, unit: ast.stmt, name: str, frames: Frames, depth: int) -> None:
         if frames.is_module(depth) and isinstance(
             unit, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
         ):
@@ -458,7 +512,7 @@ class ScriptSlice:
         return [self.statements[key] for key in sorted(self.statements)]
 
 
-class _Frames:
+class Frames:
     """The running functions of the script, with the values of their variables."""
 
     def __init__(self, script: Script, sites: Sequence[CallSite]) -> None:
@@ -469,10 +523,12 @@ class _Frames:
 
     @property
     def depth_of_module(self) -> int | None:
+        """The depth of the module in the chain of calls."""
         return next((depth for depth, scope in enumerate(self.scopes) if isinstance(scope, ast.Module)), None)
 
     @property
     def globals(self) -> dict[str, list[Any]]:
+        """The values of the variables of the module."""
         depth = self.depth_of_module
         return {**self.script.module_values, **(self.sites[depth].values if depth is not None else {})}
 
@@ -481,9 +537,11 @@ class _Frames:
         return max(0, len(self.sites) - 1 - depth)
 
     def is_module(self, depth: int) -> bool:
+        """Whether a scope is the module, not a function."""
         return depth >= len(self.scopes) or isinstance(self.scopes[depth], ast.Module)
 
     def values(self, depth: int) -> dict[str, list[Any]]:
+        """Return the values of the variables of a scope."""
         return self.globals if self.is_module(depth) else self.sites[depth].values
 
     def is_heavy(self, name: str, depth: int) -> bool:
@@ -501,6 +559,7 @@ class _Frames:
         return start_of(self.script.source.statement(call))
 
     def parameters(self, depth: int) -> list[str]:
+        """Return the names of the parameters of a scope; none for the module."""
         return parameter_names(self.scopes[depth] if depth < len(self.scopes) else self.script.source.tree)
 
     def argument(self, name: str, depth: int) -> tuple[ast.expr | None, ast.Call | None]:

@@ -10,6 +10,8 @@ from typing import Any
 from everyrank.port.facts import CallSite, Fact
 from everyrank.port.source import NotPortedError, ScriptSource, start_of
 from everyrank.port.to_workload.batch_loop import Loss, Metric, find_loss, find_metrics
+from everyrank.port.to_workload.changing_names import changing_names
+from everyrank.port.to_workload.loop_ends import note_loop_ends, note_other_backwards, refuse_changed_model
 from everyrank.port.to_workload.observed_run import ObservedRun
 from everyrank.port.to_workload.slices import Script, ScriptSlice, ScriptStatement, loaded_names
 
@@ -83,7 +85,10 @@ def find_training(source: ScriptSource, events: Sequence[Fact], backwards: int) 
     backward = _only_backward(observed)
     loader = _training_loader(observed, backward)
     forward = _only_forward(observed, backward)
-    loss, call = find_loss(observed, script, backward, forward)
+    changing = changing_names(script, backward)
+    loss, call = find_loss(observed, script, backward, forward, changing)
+    _refuse_changed_globals(script, changing)
+    refuse_changed_model(script, backward, forward.details["id"], changing)
     _refuse_draws(observed, forward, backward, call)
     _refuse_changed_data(observed, loader, backward)
     details = observed.loader_details(loader.details["id"])
@@ -97,6 +102,8 @@ def find_training(source: ScriptSource, events: Sequence[Fact], backwards: int) 
     if not details["sampler"].startswith(("Random", "Subset", "Weighted")):
         notes.append((loader.line, "the script reads its samples in order; everyrank shuffles them in each epoch"))
     _note_rates(observed, notes)
+    note_loop_ends(script, backward, changing, notes)
+    note_other_backwards(script, backward, changing, notes)
     evaluation = _evaluation(observed, loader)
     losses = observed.facts_of("loss")
     reductions = ["sum"] if losses and {each.details["reduction"] for each in losses} == {"sum"} else []
@@ -120,7 +127,7 @@ def find_training(source: ScriptSource, events: Sequence[Fact], backwards: int) 
         backwards=backwards,
         epochs=_epochs(observed, script, backward),
         drop_last=details["drop_last"],
-        clip_norm=_clip(observed, script),
+        clip_norm=_clip(observed, script, backward, changing),
         seed=_seed(observed, backward),
         weights=weights,
         loader=details,
@@ -250,6 +257,24 @@ def _training_loader(observed: ObservedRun, backward: Fact) -> Fact:
             loader.line, "the loader has a custom batch sampler: a workload has batches of one size, in random order"
         )
     return loader
+
+
+def _refuse_changed_globals(script: Script, changing: dict[str, int]) -> None:
+    """Raise `NotPortedError` if a function or class that the loss needs reads a name that the training changes."""
+    definitions = [
+        node
+        for node in script.source.tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    ]
+    read, unseen = set[str](), set(script.definitions)
+    while unseen:
+        read |= unseen
+        unseen = {name for node in definitions if node.name in unseen for name in loaded_names(node)} - read
+    for name in sorted((read - script.definitions) & changing.keys()):
+        raise NotPortedError(
+            changing[name],
+            f"`{name}` changes during the training, and the loss calls a function that reads it: train by hand",
+        )
 
 
 def _refuse_draws(observed: ObservedRun, forward: Fact, backward: Fact, call: ast.Call) -> None:
@@ -532,7 +557,7 @@ def _batch(observed: ObservedRun, script: Script, loader: Fact, details: dict[st
     return text if backwards == 1 else f"{backwards} * {text}"
 
 
-def _clip(observed: ObservedRun, script: Script) -> str:
+def _clip(observed: ObservedRun, script: Script, backward: Fact, changing: dict[str, int]) -> str:
     clips = observed.facts_of("clip")
     if not clips:
         return ""
@@ -545,6 +570,11 @@ def _clip(observed: ObservedRun, script: Script) -> str:
         return repr(first.details["most"])
     node = observed.source.at(first.span, ast.Call)
     expression = _keyword(node, "max_norm", 1) if isinstance(node, ast.Call) else None
+    if expression is not None and first.chain[0].function == backward.chain[0].function:
+        for name in sorted(loaded_names(expression) & changing.keys()):
+            raise NotPortedError(
+                first.line, f"`{name}` changes during the training; a workload has one clip_norm for all updates"
+            )
     return _plain(observed, script, expression, first, first.details["most"])
 
 
@@ -579,6 +609,8 @@ def _epochs(observed: ObservedRun, script: Script, backward: Fact) -> str:
                 count = len(range(*[number for number in numbers if number is not None]))
                 end_expression = range_call.args[0] if len(range_call.args) == 1 else range_call.args[1]
                 event = dataclasses.replace(backward, chain=backward.chain[depth:])
+                if len(range_call.args) == 3 and numbers[2] != 1:
+                    return repr(count)
                 if len(range_call.args) == 1 or numbers[0] == 0:
                     return _plain(observed, script, end_expression, event, count)
                 is_one_more = (

@@ -18,8 +18,9 @@ from everyrank.port.files import ScriptFiles
 from everyrank.port.plan import Choice, Plan
 from everyrank.port.run import PASS_BATCHES, SEED, UPDATES, observe, read_script, with_siblings
 from everyrank.port.source import NotPortedError, ScriptSource
+from everyrank.port.to_workload.importable import is_importable
 from everyrank.port.to_workload.training_parts import TrainingParts, find_training
-from everyrank.port.to_workload.workload_file import WorkloadChoice, is_importable, workload_text
+from everyrank.port.to_workload.workload_file import WorkloadChoice, workload_text
 from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
 
 __all__ = ["WorkloadResult", "port_to_workload"]

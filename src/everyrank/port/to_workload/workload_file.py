@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import ast
-import builtins
 import dataclasses
 import re
 import shlex
-import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from everyrank.port.facts import Fact
-from everyrank.port.source import NotPortedError, ScriptSource, start_of
+from everyrank.port.source import NotPortedError, ScriptSource
 from everyrank.port.to_workload.batch_loop import Loss, bound_names_of
-from everyrank.port.to_workload.slices import (
-    Script,
-    ScriptSlice,
-    ScriptStatement,
-    bound_names,
-    decided,
-    loaded_names,
-    taken_statements,
-)
+from everyrank.port.to_workload.definitions import find_definitions
+from everyrank.port.to_workload.slices import Script, ScriptStatement, bound_names, decided, loaded_names
 from everyrank.port.to_workload.training_parts import Code, TrainingParts
 
-__all__ = ["WorkloadChoice", "is_importable", "workload_text"]
+__all__ = ["WorkloadChoice", "workload_text"]
 
-_READS_INPUT = re.compile(r"parse_args|parse_known_args|ArgumentParser|open\(|load\(|input\(|sys\.argv")
 PER_EPOCH = '''class EachEpoch:
     """Steps a schedule once per epoch, where everyrank steps it once per update."""
 
@@ -59,66 +49,6 @@ class WorkloadChoice:
 
     reduction: str
     evaluates: bool = True
-
-
-def is_importable(source: ScriptSource, script: Path, events: Sequence[Fact]) -> bool:
-    """Whether the script can be imported without running a training or parsing arguments."""
-    if not script.stem.isidentifier() or script.stem in sys.stdlib_module_names:
-        return False
-    guards = [node for node in source.tree.body if _is_guard(node)]
-    for node in source.tree.body:
-        is_quiet = isinstance(
-            node,
-            ast.Import
-            | ast.ImportFrom
-            | ast.FunctionDef
-            | ast.ClassDef
-            | ast.AsyncFunctionDef
-            | ast.Assign
-            | ast.AnnAssign,
-        ) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-        if node not in guards and not is_quiet:
-            return False
-        if node not in guards and _reads_input(source, _run_at_import(node), set()):
-            return False
-    if not guards:
-        return False
-    first_line, last_line = guards[0].lineno, guards[-1].end_lineno or 0
-    return all(
-        first_line <= event.chain[-1].span[0] <= last_line
-        for event in events
-        if event.kind not in ("torch_seed", "seed", "draw")
-    )
-
-
-def _run_at_import(node: ast.stmt) -> list[ast.AST]:
-    """Return the parts of a statement that run when its module is imported: of a function, not its body."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return [*node.decorator_list, *node.args.defaults, *(each for each in node.args.kw_defaults if each)]
-    if isinstance(node, ast.ClassDef):
-        return [*node.decorator_list, *(part for each in node.body for part in _run_at_import(each))]
-    return [node]
-
-
-def _reads_input(source: ScriptSource, nodes: Sequence[ast.AST], seen: set[str]) -> bool:
-    """Whether code, or a function or class of the script that it calls, parses arguments or reads a file."""
-    if any(_READS_INPUT.search(source.code(node)) for node in nodes):
-        return True
-    called = [each.func for each in _nodes_in(nodes) if isinstance(each, ast.Call)]
-    names = {name for node in called for name in loaded_names(node)} - seen
-    seen |= names
-    definitions = [
-        node
-        for node in source.tree.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name in names
-    ]
-    return bool(definitions) and _reads_input(source, definitions, seen)
-
-
-def _is_guard(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and any(
-        isinstance(each, ast.Name) and each.id == "__name__" for each in ast.walk(node.test)
-    )
 
 
 class _File:
@@ -164,8 +94,9 @@ def workload_text(
     has_eval = choice.evaluates and training.eval_data is not None
     fields: dict[str, str] = {"name": repr(_workload_name(Path(python_args[0])))}
     _add_setups(file, has_eval)
-    statements_of_definitions = _resolve_definitions(file)
-    file.taken = _module_names(file, statements_of_definitions)
+    definitions = find_definitions(file.script, backward, imports_from)
+    file.imports, file.copies, file.imported = definitions.imports, definitions.copies, definitions.imported
+    file.taken = _module_names(file, definitions.statements)
     sources: dict[str, Code] = {"train_data": training.train_data}
     if has_eval and training.eval_data is not None:
         sources["eval_data"] = training.eval_data
@@ -188,7 +119,7 @@ def workload_text(
         fields["weights"] = _function(file, "weights", "", training.weights)
     if has_eval and training.metrics:
         fields["metrics"] = _add_metrics(file)
-    file.module_statements |= statements_of_definitions
+    file.module_statements |= definitions.statements
     return _joined(file, fields, python_args)
 
 
@@ -515,155 +446,6 @@ def _add_metrics(file: _File) -> str:
         file.functions.append("\n".join([*lines, f"    return {value}, len({rows})"]) + "\n")
         entries.append(f'"{metric.name}": {name}')
     return "{" + ", ".join(entries) + "}"
-
-
-# --- definitions
-
-
-def _resolve_definitions(file: _File) -> dict[tuple[int, int, int], ScriptStatement]:
-    """Find all functions, classes and imports that are needed, also indirectly.
-
-    Returns the statements of the module that the copied functions and classes need.
-    """
-    script, source = file.script, file.source
-    module = dataclasses.replace(file.backward, chain=file.backward.chain[-1:])
-    statements: dict[tuple[int, int, int], ScriptStatement] = {}
-    _add_path_changes(file)
-    resolved, unknown = set[str](), set[str]()
-    while unresolved := sorted(script.definitions - resolved):
-        for name in unresolved:
-            resolved.add(name)
-            nodes = [node for node in _module_statements(file) if name in bound_names(node)]
-            definition = next((node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)), None)
-            if definition is None:
-                for node in nodes:
-                    if isinstance(node, ast.Import | ast.ImportFrom):
-                        _add_import(file, node, name)
-                    elif isinstance(node, ast.If | ast.Try):
-                        file.imports[start_of(node)] = script.rendered(node)
-                        script.definitions |= (loaded_names(node) - bound_names(node)) & _imported_names(file)
-                unknown |= set() if nodes or hasattr(builtins, name) else {name}
-            elif file.imports_from and definition in source.tree.body:
-                file.imported.append(name)
-            else:
-                file.copies[definition.lineno] = _with_comments(source, definition)
-                _add_imports(file, lambda node: node.module == "__future__")  # annotations of the copy
-                needed = ScriptSlice(script)
-                needed.needs(definition, module, before=(10**9, 0))
-                statements |= needed.statements
-    if unknown:
-        _add_imports(file, lambda node: node.names[0].name == "*")
-    return statements
-
-
-def _add_path_changes(file: _File) -> None:
-    """Copy the statements that change sys.path, with the imports and assignments that they need, among the imports."""
-    script, source = file.script, file.source
-    needed = set[str]()
-    for node in reversed(list(taken_statements(source.tree.body, script.module_values))):
-        is_needed = (
-            isinstance(node, ast.Assign | ast.AnnAssign)
-            and bool(bound_names(node) & needed)
-            and not _READS_INPUT.search(source.code(node))
-        )
-        if is_needed or _changes_path(node):
-            file.imports[start_of(node)] = script.rendered(node)
-            needed |= loaded_names(node)
-    script.definitions |= needed & _imported_names(file)
-
-
-def _changes_path(node: ast.stmt) -> bool:
-    """Whether a statement only changes sys.path: `sys.path.insert(0, x)`, `sys.path += [x]`, also under an `if`."""
-    if isinstance(node, ast.If):
-        return all(_changes_path(each) for each in [*node.body, *node.orelse])
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        function = node.value.func
-        return isinstance(function, ast.Attribute) and ast.unparse(function.value) == "sys.path"
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return any(target is not None and re.match(r"sys\.path(\[|$)", ast.unparse(target)) for target in targets)
-
-
-def _add_imports(file: _File, is_wanted: Callable[[ast.ImportFrom], bool]) -> None:
-    """Add the `from x import y` of the script that are wanted, whole."""
-    for node in file.source.tree.body:
-        if isinstance(node, ast.ImportFrom) and is_wanted(node):
-            file.imports[start_of(node)] = file.source.code(node)
-
-
-def _module_statements(file: _File) -> list[ast.stmt]:
-    """Return the statements of the module, also those in its branches and blocks.
-
-    Blocks that choose between imports stay whole: `try: import a as x`, `except ImportError: import b as x`.
-    """
-
-    def flat(statements: Sequence[ast.stmt]) -> list[ast.stmt]:
-        flat_statements: list[ast.stmt] = []
-        for node in taken_statements(statements, file.script.module_values):
-            if not isinstance(node, ast.If | ast.Try | ast.With) or _chooses_imports(node):
-                flat_statements.append(node)
-                continue
-            for block in ("body", "orelse", "handlers"):
-                for each in getattr(node, block, []):
-                    flat_statements += flat(each.body if isinstance(each, ast.ExceptHandler) else [each])
-        return flat_statements
-
-    return flat(file.source.tree.body)
-
-
-def _chooses_imports(block: ast.stmt) -> bool:
-    """Whether an `if` or `try` has imports, and else only plain assignments, and anything in its `except`."""
-    if not isinstance(block, ast.If | ast.Try):
-        return False
-    handlers = block.handlers if isinstance(block, ast.Try) else []
-    statements = [*block.body, *block.orelse, *getattr(block, "finalbody", [])]
-    imports = [each for each in _nodes_in([*statements, *handlers]) if isinstance(each, ast.Import | ast.ImportFrom)]
-    return bool(imports) and all(_chooses_imports(each) or _is_import_or_plain(each) for each in statements)
-
-
-def _is_import_or_plain(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.Assign | ast.AnnAssign):
-        return not any(isinstance(each, ast.Call) for each in ast.walk(statement))
-    return isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass | ast.Raise)
-
-
-def _nodes_in(nodes: Sequence[ast.AST]) -> list[ast.AST]:
-    return [each for node in nodes for each in ast.walk(node)]
-
-
-def _imported_names(file: _File) -> set[str]:
-    """Return the names that the module's own imports bind."""
-    imports = [node for node in _module_statements(file) if isinstance(node, ast.Import | ast.ImportFrom)]
-    return {name for node in imports for name in bound_names(node)}
-
-
-def _with_comments(source: ScriptSource, node: ast.FunctionDef | ast.ClassDef) -> str:
-    """Return the text of a definition, with its decorators and the comment lines above it."""
-    first_line = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-    start_line = first_line
-    while (
-        start_line > 1
-        and source.lines[start_line - 2].startswith(b"#")
-        and b"!" not in source.lines[start_line - 2][:2]
-    ):
-        start_line -= 1
-    text = b"".join(source.lines[start_line - 1 : node.end_lineno]).decode().replace("\r\n", "\n").rstrip("\n")
-    if node.col_offset:
-        text = "\n".join(line[node.col_offset :] for line in text.split("\n"))
-    return text
-
-
-def _add_import(file: _File, node: ast.Import | ast.ImportFrom, name: str) -> None:
-    """Add the import of a name, without the other names of its line."""
-    aliases = [each for each in node.names if (each.asname or each.name).partition(".")[0] == name]
-    texts = [each.name + (f" as {each.asname}" if each.asname else "") for each in aliases]
-    known_import = file.imports.get(start_of(node), "")
-    if known_import:
-        line = f"{known_import}, {', '.join(texts)}"
-    elif isinstance(node, ast.Import):
-        line = f"import {', '.join(texts)}"
-    else:
-        line = f"from {'.' * node.level}{node.module or ''} import {', '.join(texts)}"
-    file.imports[start_of(node)] = line
 
 
 # --- the whole file

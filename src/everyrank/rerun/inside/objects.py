@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 from collections import Counter
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from everyrank.audit.watch.source_location import is_user_file, user_frames
+from everyrank.audit.watch.source_location import is_user_class, user_frames
 
 __all__ = ["Counters", "running_statistics", "user_objects"]
 
@@ -22,12 +21,6 @@ _MAX_ITEMS = 64  # of a list or dict
 _MAX_ELEMENTS = 100_000
 _CENTER = ("mean", "avg", "average")
 _SPREAD = ("var", "std", "sigma", "m2", "square")
-
-
-@functools.cache
-def _is_user_class(user_class: type) -> bool:
-    """Whether a class is the user's."""
-    return is_user_file(getattr(sys.modules.get(user_class.__module__), "__file__", None) or "")
 
 
 def user_objects() -> list[Any]:
@@ -43,9 +36,9 @@ def user_objects() -> list[Any]:
             queue += itertools.islice(list(value.values()), _MAX_ITEMS)
         elif isinstance(value, list | tuple):
             queue += value[:_MAX_ITEMS]
-        elif _is_user_class(type(value)) or isinstance(value, nn.Module):
+        elif is_user_class(type(value)) or isinstance(value, nn.Module):
             queue += getattr(value, "__dict__", {}).values()
-            if _is_user_class(type(value)):
+            if is_user_class(type(value)):
                 objects.append(value)
     return objects
 
