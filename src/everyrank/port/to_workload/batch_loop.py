@@ -308,7 +308,7 @@ def _refuse_carried(
         elif start_of(loop) < (line, 0) <= end_of(loop):
             reason = "is carried from batch to batch"
         else:
-            reason = f"changes during the training, in line {line}"
+            reason = f"may change during the training, in line {line}"
         _refuse(call, f"`{name}` {reason}")
 
 
@@ -334,7 +334,7 @@ def _refuse_changed_objects(
             key = values[owner.id][2], node.attr if isinstance(node, ast.Attribute) else ""
             line = changed.get(key, changed.get((key[0], ""), 0))
             if line:
-                _refuse(call, f"`{ast.unparse(node)}` changes during the training, in line {line}")
+                _refuse(call, f"`{ast.unparse(node)}` may change during the training, in line {line}")
 
 
 def _refuse(call: ast.Call, reason: str) -> None:

@@ -45,9 +45,9 @@ def changing_names(script: Script, backward: Fact) -> dict[str, int]:
     that get such a value.
     """
     frames = Frames(script, backward.chain)
+    changed_ids = {identity for identity, _ in changed_objects(script, backward, None)}
     enclosing = _changed_by_functions(script.source.tree)
     visible = dict(enclosing)
-    is_repeated = False
     for depth in reversed(range(len(frames.scopes))):
         scope = frames.scopes[depth]
         shared = {
@@ -59,12 +59,14 @@ def changing_names(script: Script, backward: Fact) -> dict[str, int]:
             argument, call = frames.argument(name, depth)
             if argument is not None and call is not None and loaded_names(argument) & visible.keys():
                 start[name] = call.lineno
-        visible = _changed_in(frames, depth, start, shared, is_repeated)
+        values = {
+            name: value for name, value in steady_values(frames, depth, ()).items() if value[2] not in changed_ids
+        }
+        visible = _changed_in(frames, depth, start, shared, values)
         if scope in script.source.ancestors(frames.scopes[0]):
             enclosing = visible
         else:
             enclosing = enclosing | {name: line for name, line in visible.items() if name in shared}
-        is_repeated = is_repeated or bool(loops_around(frames, depth))
     return visible
 
 
@@ -74,9 +76,13 @@ def loops_around(frames: Frames, depth: int) -> list[_Loop]:
     return frames.script.source.loops(call) if call is not None else []
 
 
-def repeated_statements(frames: Frames, depth: int, changing: Iterable[str]) -> Iterator[ast.stmt]:
-    """Yield the statements of a scope that run several times, without blocks and without branches that do not run."""
-    for statement, _ in _flat(_region(frames, depth), steady_values(frames, depth, changing), set()):
+def repeated_statements(frames: Frames, depth: int, changing: Iterable[str] | None) -> Iterator[ast.stmt]:
+    """Yield the statements of a scope that run several times, without blocks and without branches that do not run.
+
+    changing  names that do not decide a branch; None for all names
+    """
+    values = {} if changing is None else steady_values(frames, depth, changing)
+    for statement, _ in _flat(_region(frames, depth), values, set()):
         if not isinstance(statement, ast.For | ast.While | ast.If | ast.With | ast.Try):
             yield statement
 
@@ -94,18 +100,18 @@ def _region(frames: Frames, depth: int) -> Sequence[ast.stmt]:
 
 
 def _changed_in(
-    frames: Frames, depth: int, start: dict[str, int], shared: set[str], is_repeated: bool
+    frames: Frames, depth: int, start: dict[str, int], shared: set[str], recorded: _Values
 ) -> dict[str, int]:
     """Return name -> line for the names of a scope that change, with the names in `start`, which change before it.
 
-    shared  names that the function shares with the scopes around it: `global step`
+    shared    names that the function shares with the scopes around it: `global step`
+    recorded  the values of numbers, and of objects that do not change
     """
     loops = loops_around(frames, depth)
     for loop in loops:
         if isinstance(loop, ast.For):
             start = start | dict.fromkeys(bound_names(loop.target), loop.lineno)
     changing: dict[str, int] = {}
-    recorded = steady_values(frames, depth, ())
     values: _Values = {}  # at first no branch is left out
     for _ in range(2):
         changing = dict(start)
@@ -116,7 +122,7 @@ def _changed_in(
         ]
         for each in bindings:
             is_in_loop = bool(loops) and start_of(loops[-1]) < start_of(each.statement) < end_of(loops[-1])
-            kept = each.names if is_in_loop else each.names & shared if is_repeated else set[str]()
+            kept = each.names if is_in_loop else each.names & shared
             earlier = kept if _is_after(frames, depth, loops, each.statement) else kept & each.reads
             computed = {
                 name
@@ -189,7 +195,7 @@ def _is_after(frames: Frames, depth: int, loops: Sequence[_Loop], statement: ast
 
 
 def _is_plain(statement: ast.stmt, values: _Values) -> bool:
-    """Whether a value is computed from plain numbers and texts only: `1 / len(loader)`, `2 * args.beta`."""
+    """Whether a value is computed only from values that do not change: `1 / len(loader)`, `2 * args.beta`."""
     value = getattr(statement, "value", None)
     if not isinstance(value, ast.expr):
         return True
@@ -198,10 +204,7 @@ def _is_plain(statement: ast.stmt, values: _Values) -> bool:
     functions = {ast.unparse(call.func) for call in calls}
     if not all(each in _PURE or each.startswith(("math.", "os.path.")) for each in functions):
         return False
-    return all(
-        name in measured | _PURE | {"math", "os"} or values.get(name, [""])[0] in ("literal", "namespace", "device")
-        for name in loaded_names(value)
-    )
+    return all(name in measured | _PURE | {"math", "os"} or name in values for name in loaded_names(value))
 
 
 def _changed_by_functions(tree: ast.Module) -> dict[str, int]:
@@ -216,8 +219,8 @@ def _changed_by_functions(tree: ast.Module) -> dict[str, int]:
     return changed
 
 
-def changed_objects(script: Script, backward: Fact, changing: Iterable[str]) -> dict[tuple[int, str], int]:
-    """Return (identity, attribute) -> line for the objects that the training changes.
+def changed_objects(script: Script, backward: Fact, changing: Iterable[str] | None) -> dict[tuple[int, str], int]:
+    """Return (identity, attribute) -> line for the objects that the training changes, in branches that run.
 
     The attribute is "" for a whole object: `criterion.alpha = 1`, `annealer.step()`, `state["step"] += 1`. It is
     "beta" for `args.beta = 1` of parsed arguments.

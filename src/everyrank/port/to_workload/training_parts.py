@@ -273,7 +273,7 @@ def _refuse_changed_globals(script: Script, changing: dict[str, int]) -> None:
     for name in sorted((read - script.definitions) & changing.keys()):
         raise NotPortedError(
             changing[name],
-            f"`{name}` changes during the training, and the loss calls a function that reads it: train by hand",
+            f"`{name}` may change during the training, and the loss calls a function that reads it: train by hand",
         )
 
 
@@ -573,7 +573,7 @@ def _clip(observed: ObservedRun, script: Script, backward: Fact, changing: dict[
     if expression is not None and first.chain[0].function == backward.chain[0].function:
         for name in sorted(loaded_names(expression) & changing.keys()):
             raise NotPortedError(
-                first.line, f"`{name}` changes during the training; a workload has one clip_norm for all updates"
+                first.line, f"`{name}` may change during the training; a workload has one clip_norm for all updates"
             )
     return _plain(observed, script, expression, first, first.details["most"])
 
