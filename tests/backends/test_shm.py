@@ -690,7 +690,7 @@ def test_refused_system_call_is_reported(monkeypatch: pytest.MonkeyPatch, name: 
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(segment.os, name, refuse_call)
-    assert "rank 0 (PermissionError: Operation not permitted)" in no_shared_memory(dist.HashStore(), 0, 1, 1.0)
+    assert "rank 0: PermissionError: Operation not permitted" in no_shared_memory(dist.HashStore(), 0, 1, 1.0)
 
 
 def test_group_name_may_be_reused() -> None:
