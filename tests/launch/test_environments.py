@@ -262,16 +262,27 @@ def test_only_rank_0_reports_errors_under_each_launcher(monkeypatch: pytest.Monk
             assert are_reporting == [True, False]
 
 
-def test_rank_0_of_torchrun_reports_if_srun_numbers_the_nodes_differently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The c10d rendezvous of torchrun gives the lowest ranks to the node that comes first."""
-    for variable, value in {**SRUN, **TORCHRUN}.items():
+@pytest.mark.parametrize(
+    ("num_torchruns", "tasks_and_ranks", "expected"),
+    [
+        # the c10d rendezvous of torchrun gives the lowest ranks to the node that comes first
+        ("2", ((0, 2), (0, 3), (1, 0), (1, 1)), [False, False, True, False]),
+        # each task of srun is a torchrun --standalone
+        ("1", ((0, 0), (0, 1), (1, 0), (1, 1)), [True, False, False, False]),
+    ],
+)
+def test_one_rank_of_torchrun_under_srun_reports(
+    monkeypatch: pytest.MonkeyPatch, num_torchruns: str, tasks_and_ranks: Any, expected: list[bool]
+) -> None:
+    """It is rank 0 of torchrun, and of the first torchrun if each one is a job of its own."""
+    for variable, value in {**SRUN, **TORCHRUN, "GROUP_WORLD_SIZE": num_torchruns}.items():
         monkeypatch.setenv(variable, value)
     are_reporting: list[bool] = []
-    for task, rank in ((0, 2), (0, 3), (1, 0), (1, 1)):
+    for task, rank in tasks_and_ranks:
         monkeypatch.setenv("SLURM_PROCID", str(task))
         monkeypatch.setenv("RANK", str(rank))
         are_reporting.append(is_reporting_rank())
-    assert are_reporting == [False, False, True, False]
+    assert are_reporting == expected
 
 
 def test_one_rank_reports_a_leftover_variable(monkeypatch: pytest.MonkeyPatch) -> None:

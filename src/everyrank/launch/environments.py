@@ -106,16 +106,19 @@ def _check_agreement(environment: Mapping[str, str], info: RankInfo) -> None:
 def is_rank_0_of_all(environment: Mapping[str, str]) -> bool:
     """Whether this process is rank 0 of an external launcher, or not a rank at all.
 
-    Reads only the variables for the rank, because the other variables may be the error that rank 0 has to report. The
-    innermost launcher counts: torchrun may number the nodes differently from srun. A value that is not a number is
-    ignored: a shell in an allocation may have one.
+    Reads only few variables, because the others may be the error that rank 0 has to report. The innermost launcher
+    counts, because torchrun may number the nodes differently from srun. If each torchrun started a job of its own, the
+    launcher of the torchruns counts, too. A value that is not a number is ignored: a shell in an allocation may have
+    one.
     """
+    num_torchruns = environment.get("GROUP_WORLD_SIZE", "")
+    is_one_job = num_torchruns.isdecimal() and int(num_torchruns) > 1
     for launcher in sorted(launchers(), key=lambda launcher: launcher.nesting_level, reverse=True):
         # A user may have started only this process, so their RANK counts only next to the marker of a launcher.
         if launcher.marker_variable is None or launcher.marker_variable in environment:
             ranks = [environment.get(names[0], "") for names in launcher.rank_variables]
             numbers = [int(rank) for rank in ranks if rank.isdecimal()]
-            if numbers:
+            if numbers and (numbers[0] or is_one_job):
                 return numbers[0] == 0
     return True
 
