@@ -28,6 +28,7 @@ import traceback
 from pathlib import Path
 
 __all__ = [
+    "LOCATION_PATTERN",
     "CannotRunError",
     "DivergedError",
     "EveryrankError",
@@ -147,6 +148,10 @@ _KINDS: dict[str, type[EveryrankError]] = {
 def kind_named(name: str) -> type[EveryrankError]:
     """Return the error class called `name`, `RankFailedError` for an unknown name."""
     return _KINDS.get(name, RankFailedError)
+
+
+LOCATION_PATTERN = r"\S+:\d+ in \S+: "
+"""Regular expression of the location in the result of `describe`."""
 
 
 def describe(error: BaseException) -> str:

@@ -178,9 +178,8 @@ def _wait(
     while True:
         codes = [process.process.poll() for process in processes]
         now, num_bytes_now, cpu_seconds_now = time.monotonic(), _event_bytes(folder), _cpu_seconds(processes)
-        cpu_seconds = min(
-            cpu_seconds, cpu_seconds_now
-        )  # the time of a child is lost if its parent does not wait for it
+        # the time of a child is lost if its parent does not wait for it
+        cpu_seconds = min(cpu_seconds, cpu_seconds_now)
         if num_bytes_now != num_bytes or cpu_seconds_now > cpu_seconds + _IDLE_SHARE * max(1.0, now - progress_time):
             num_bytes, progress_time, cpu_seconds = num_bytes_now, now, cpu_seconds_now
             on_update(_num_updates(folder))

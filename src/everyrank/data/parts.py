@@ -140,10 +140,7 @@ def _by_shard(
         )
         first, stop = len(cut(samples_before, reads)), len(cut(samples_after, reads))
         samples = sample_numbers(order[local.start + first : local.start + stop])
-        most_samples = max(
-            len(cut(samples_after, Slice(rank, reads.count))) - len(cut(samples_before, Slice(rank, reads.count)))
-            for rank in range(reads.count)
-        )
+        most_samples = -(-(samples_after - samples_before) // reads.count)  # of any rank
         micro = [cut(len(samples), Slice(index, accumulate)) for index in range(min(most_samples, accumulate))]
         padding_index = min(local.start, len(order) - 1)
         padding = sample_numbers(order[padding_index : padding_index + 1])

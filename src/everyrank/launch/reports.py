@@ -20,7 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everyrank.errors import EveryrankError, RankFailedError, StoppedError, UsageError, kind_named, signal_text
+from everyrank.errors import (
+    LOCATION_PATTERN,
+    EveryrankError,
+    RankFailedError,
+    StoppedError,
+    UsageError,
+    kind_named,
+    signal_text,
+)
 from everyrank.launch.autopsy import FOLDER, last_place
 from everyrank.launch.host_info import host_name
 from everyrank.launch.job import Launch
@@ -201,7 +209,7 @@ def _with_autopsy(row: dict[str, Any]) -> str:
     return f"{row['message']}; autopsy: {row['autopsy']}" if row.get("autopsy") else row["message"]
 
 
-_LOCATION = re.compile(r"\S+:\d+ in \S+: [\w.]+")
+_LOCATION = re.compile(rf"{LOCATION_PATTERN}[\w.]+")
 
 
 def _location(message: str) -> str:

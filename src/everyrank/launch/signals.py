@@ -50,8 +50,8 @@ def is_end_requested(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def catch_signals(*signals: signal.Signals, same_seconds: float = 0.0) -> Generator[Stop]:
-    """Record these signals instead of ending the process. A second SIGTERM runs the previous
-    handler, or ends the process if there was none.
+    """Record these signals instead of ending the process. A second SIGTERM runs the previous handler, or ends the
+    process if there was none.
 
     A SIGTERM within `same_seconds` counts as the same request: schedulers send it to a rank and to its supervisor,
     which forwards it.

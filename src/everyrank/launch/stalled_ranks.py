@@ -9,10 +9,10 @@ from pathlib import Path
 
 import psutil
 
+from everyrank.errors import LOCATION_PATTERN
+
 __all__ = ["concerns_others", "diagnose_stalled", "is_a_wait", "lost_another", "resume_stopped"]
 
-# the location in the result of `describe`: the user's file may have the name of a backend
-_LOCATION = re.compile(r"\S+:\d+ in \S+: ")
 # the error of a backend after the timeout for another rank
 _TIMEOUT = re.compile(r"(gloo|nccl|\bshm\b|\bmpi\b).*tim(ed|e) ?out", re.IGNORECASE)
 # what gloo, nccl and the store of torch report if another rank has ended; user code may lose other connections
@@ -50,7 +50,8 @@ def concerns_others(message: str) -> bool:
 
 
 def _has(pattern: re.Pattern[str], message: str) -> bool:
-    return pattern.search(_LOCATION.sub("", message)) is not None
+    # without the location, because the user's file may have the name of a backend
+    return pattern.search(re.sub(LOCATION_PATTERN, "", message)) is not None
 
 
 def diagnose_stalled(directory: Path, ranks: Sequence[int]) -> dict[int, str]:
