@@ -131,7 +131,7 @@ def test_training_resumes_without_a_lost_host_and_again_with_it(
         assert row.first_update % 5 == 0
         assert row.repeated_updates < 10
         assert row.lost_seconds is not None
-        assert 3 < row.lost_seconds < 150
+        assert 0 < row.lost_seconds < 150
         said = f"{row.world_size} ranks on {', '.join(row.hosts)} ({before} before): resumed after update "
         said += f"{row.first_update}, {row.repeated_updates} update{'s' * (row.repeated_updates != 1)} repeated, "
         assert said in screens[where]
