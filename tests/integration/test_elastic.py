@@ -74,9 +74,13 @@ def wait_until(reached: Callable[[], bool], what: str, logs: Path, seconds: floa
     deadline = time.monotonic() + seconds
     while not reached():
         if time.monotonic() > deadline:
-            said = [f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(logs.rglob("*.log"))]
-            pytest.fail("\n".join([f"not within {seconds:g} s: {what}", *said]))
+            pytest.fail(f"not within {seconds:g} s: {what}\n{ends_of_logs(logs)}")
         time.sleep(0.05)
+
+
+def ends_of_logs(folder: Path) -> str:
+    """Return the last output of launchers and ranks."""
+    return "\n".join(f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(folder.rglob("*.log")))
 
 
 def has_gone_on(out: Path, start: int) -> Callable[[], bool]:
@@ -115,10 +119,12 @@ def test_training_resumes_without_a_lost_host_and_again_with_it(
     late = four_hosts.start(0, words, tmp_path)
     wait_until(has_gone_on(out, starts + 1), "four go on", out)
     (tmp_path / "hurry").touch()
-    screens = {}
+    screens, failures = {}, {}
     for name, process in zip([*names[1:], names[0]], [*started[1:], late], strict=True):
         screens[name], err = process.communicate(timeout=150)
-        assert (process.returncode, err) == (0, ""), screens[name] + err
+        if process.returncode or err:
+            failures[name] = f"{process.returncode}: {err}"
+    assert not failures, "\n".join(map(str, [*failures.items(), ends_of_logs(out)]))
     record = read_records(tmp_path / "r.json")[0]
     assert record.world_size == 4
     assert record.loss == pytest.approx(undisturbed, rel=1e-12)

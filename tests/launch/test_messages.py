@@ -8,6 +8,8 @@ import json
 import pickle
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -213,3 +215,19 @@ def test_torchrun_restarts_ranks_after_sigusr1_was_passed_on(tmp_path: Path, sto
     (tmp_path / "rank0.error").write_text(json.dumps(row))
     with pytest.raises(RankFailedError, match="first start") if ends else contextlib.nullcontext():
         monitor._wait(Stop())
+
+
+def test_ranks_that_their_launcher_ended_are_reported_with_its_last_line(tmp_path: Path) -> None:
+    """The cause is then the launcher's: SIGTERM only says that it has ended its ranks."""
+    monitor = ProcessMonitor(Launch(processes=2, launcher="torchrun"), tmp_path, tmp_path)
+    (tmp_path / "torchrun.log").write_text("RendezvousConnectionError: the store is lost\n")
+    for rank in range(2):
+        (tmp_path / f"rank{rank}.exit").write_text(json.dumps(reports.exit_row(rank, -signal.SIGTERM)))
+    with (tmp_path / "torchrun.log").open("ab") as monitor.launcher_log:
+        monitor.processes = [subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])]
+        monitor.processes[0].wait()
+        with pytest.raises(
+            RankFailedError, match=r"RendezvousConnectionError: the store is lost; rank 0 of 2"
+        ) as error:
+            monitor._raise_first_failure()
+    assert error.value.log == tmp_path / "torchrun.log"

@@ -228,9 +228,12 @@ class ProcessMonitor:
         if self.launcher_log is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.processes[0].wait(timeout=_GRACE_SECONDS)
-        raise self.reports.root_cause(self._dead()) or RankFailedError(
-            self._launcher_ended(), self.logs / self._launcher_log_name
-        )
+        dead = self._dead()
+        cause = self.reports.root_cause(dead)
+        if cause is None or (self.launcher_log is not None and self.reports.were_terminated(dead)):
+            message = f"{self._launcher_ended()}; {cause}" if cause is not None else self._launcher_ended()
+            raise RankFailedError(message, self.logs / self._launcher_log_name)
+        raise cause
 
     def _launcher_ended(self) -> str:
         """Return how the launcher ended, if no rank has reported anything."""
@@ -238,9 +241,8 @@ class ProcessMonitor:
         ending = f"was ended by {signal_text(-code)}" if code < 0 else "ended"
         if self.output is not None:
             self.output.join(_END_SECONDS)  # the last line is read below
-        if self.reports.processes():
-            return f"{self.launch.launcher} {ending} after its ranks had started"
-        return f"{self.launch.launcher} {ending} before its ranks had started{self._last_line()}"
+        when = "after" if self.reports.processes() else "before"
+        return f"{self.launch.launcher} {ending} {when} its ranks had started{self._last_line()}"
 
     def _last_line(self) -> str:
         """Return the last line that the launcher printed."""

@@ -38,7 +38,8 @@ __all__ = ["Reports", "exit_row", "rank_of", "ranks_text"]
 
 _FILES_SECONDS = 5.0  # until a file written on another host is visible here
 # A rank with one of these exit codes often only reacted to the failure of another rank.
-_REACTIONS = (-signal.SIGTERM, -signal.SIGABRT, 128 + signal.SIGTERM)
+_TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+_REACTIONS = (*_TERMINATED, -signal.SIGABRT)
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,10 @@ class Reports:
         if errors:
             return self._hanging(errors) or self._error(errors)
         return self._died(dead[0]) if dead else None
+
+    def were_terminated(self, dead: list[dict[str, Any]]) -> bool:
+        """Return whether SIGTERM ended all of these ranks, and no rank reported an error: their launcher may have."""
+        return bool(dead) and all(row["code"] in _TERMINATED for row in dead) and not self.errors()
 
     def _died(self, row: dict[str, Any]) -> RankFailedError:
         code = row["code"]
