@@ -220,14 +220,44 @@ def test_torchrun_restarts_ranks_after_sigusr1_was_passed_on(tmp_path: Path, sto
 def test_ranks_that_their_launcher_ended_are_reported_with_its_last_line(tmp_path: Path) -> None:
     """The cause is then the launcher's: SIGTERM only says that it has ended its ranks."""
     monitor = ProcessMonitor(Launch(processes=2, launcher="torchrun"), tmp_path, tmp_path)
-    (tmp_path / "torchrun.log").write_text("RendezvousConnectionError: the store is lost\n")
+    (tmp_path / "torchrun.log").write_text("Traceback\nRuntimeError: the store {0} is lost\n")
     for rank in range(2):
         (tmp_path / f"rank{rank}.exit").write_text(json.dumps(reports.exit_row(rank, -signal.SIGTERM)))
     with (tmp_path / "torchrun.log").open("ab") as monitor.launcher_log:
         monitor.processes = [subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])]
         monitor.processes[0].wait()
-        with pytest.raises(
-            RankFailedError, match=r"RendezvousConnectionError: the store is lost; rank 0 of 2"
-        ) as error:
+        with pytest.raises(RankFailedError, match=r"RuntimeError: the store \{0\} is lost; rank 0 of 2") as error:
             monitor._raise_first_failure()
     assert error.value.log == tmp_path / "torchrun.log"
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("RendezvousTimeoutError", "fewer than 3 hosts joined within 80 s (--timeout)"),
+        ("RendezvousClosedError", "the other hosts ended the job"),
+        ("RendezvousConnectionError: The connection to the C10d store has failed.", "no answer from 10.0.0.1:29500"),
+    ],
+)
+def test_errors_of_torchrun_about_hosts_are_explained(name: str, meaning: str) -> None:
+    options = TorchrunOptions(rendezvous_kind="c10d", min_nodes=3)
+    launch = Launch(
+        processes=4, nodes=4, launcher="torchrun", rendezvous="10.0.0.1:29500", timeout_seconds=60, options=options
+    )
+    assert meaning in launch.row.explain(f"torch.distributed.elastic.rendezvous.api.{name}", launch)
+
+
+@pytest.mark.parametrize(("launcher", "is_named"), [("torchrun", True), ("spawn", False)])
+def test_host_that_has_not_joined_is_named_if_the_launcher_waits_for_it(
+    tmp_path: Path, launcher: str, is_named: bool
+) -> None:
+    launch = Launch(
+        processes=2, nodes=2, node_rank=0, launcher=launcher, rendezvous="10.0.0.1:29500", timeout_seconds=0.01
+    )
+    monitor = ProcessMonitor(launch, tmp_path, tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        monitor.processes = [process]
+        with pytest.raises(RankFailedError, match="rank 0 of 2 never started") as error:
+            monitor.wait()
+        process.kill()
+    assert ("all 2 hosts have joined" in str(error.value)) == is_named

@@ -166,6 +166,11 @@ class Launcher(ABC):
                 return rank_info_of_task(self.name, environment, (rank, local_rank, size, local_size))
         return None
 
+    def explain(self, last_line: str, launch: Launch) -> str:
+        """Return what the last line of the launcher's log means to the user; by default the line itself."""
+        del launch
+        return last_line
+
     def allow_loopback(self, host: str) -> bool:
         """Whether ranks may meet at this address without a check that other hosts can reach it."""
         del host

@@ -157,6 +157,7 @@ class ProcessMonitor:
                 raise RankFailedError(
                     f"{ranks_text(missing)} of {self.launch.processes} never started: "
                     f"no report within {self.launch.start_seconds:g} s ({self.launch.start_flag}){self._last_line()}"
+                    f"{self._waits_for_hosts(missing)}"
                 )
             if self.stop is not None and self._is_stop_requested and num_forwarded < max(1, self.stop.count):
                 num_forwarded = max(1, self.stop.count)
@@ -244,13 +245,20 @@ class ProcessMonitor:
         when = "after" if self.reports.processes() else "before"
         return f"{self.launch.launcher} {ending} {when} its ranks had started{self._last_line()}"
 
+    def _waits_for_hosts(self, missing: list[int]) -> str:
+        """Return what may be wrong if no rank of this host has started, and its launcher waits for the other hosts."""
+        waits = self.launcher.launch_per_node and self.launcher.provides_rendezvous and self.launch.nodes > 1
+        if not waits or len(missing) < len(self.reports.expected):
+            return ""
+        return f"; {self.launcher.name} waits until all {self.launch.nodes} hosts have joined: type the command on each"
+
     def _last_line(self) -> str:
         """Return the last line that the launcher printed."""
         if self.launcher_log is None:
             return ""
         text = (self.logs / self._launcher_log_name).read_text(errors="replace")
         lines = [line.strip() for line in text.splitlines() if any(map(str.isalnum, line))]
-        return f": {lines[-1]}" if lines else ""
+        return f": {self.launcher.explain(lines[-1], self.launch)}" if lines else ""
 
     def _end(self) -> None:
         """Send SIGTERM to all processes, then SIGKILL to their groups, which include data loader workers."""

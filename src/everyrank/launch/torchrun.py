@@ -22,6 +22,12 @@ _MARKER = "TORCHELASTIC_RUN_ID"
 # Torchrun drops a host after 5 missed heartbeats, one every 2 seconds (its default: 5). When the minimum of hosts has
 # joined, it waits 10 seconds for more (its default: 30).
 _HEARTBEAT_SECONDS, _MISSED_HEARTBEATS, _LAST_CALL_SECONDS = 2, 5, 10
+_MEANINGS = {
+    "RendezvousTimeoutError": "fewer than {hosts} hosts joined within {seconds} s ({flag}); type the command on each",
+    "RendezvousClosedError": "the other hosts ended the job before this host had joined it",
+    "RendezvousConnectionError": "no answer from {rendezvous} (--rendezvous): it cannot be reached, or has ended",
+}
+"""What torchrun's errors about the hosts mean. It prints them without their cause."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,16 @@ class Torchrun(Launcher):
         info = rank_info_of_user(environment) if _MARKER in environment else None
         return dataclasses.replace(info, started_by=self.name) if info is not None else None
 
+    def explain(self, last_line: str, launch: Launch) -> str:
+        """Return what an error of the rendezvous means; another line as it is."""
+        name = last_line.partition(":")[0].rpartition(".")[2]
+        if name not in _MEANINGS:
+            return last_line
+        hosts = launch.nodes if launch.min_nodes is None else launch.min_nodes
+        return _MEANINGS[name].format(
+            hosts=hosts, seconds=_join_seconds(launch), flag=launch.start_flag, rendezvous=launch.rendezvous
+        )
+
     def allow_loopback(self, host: str) -> bool:
         """Return True: the agent of torchrun has already opened a store on every interface."""
         del host
@@ -148,14 +164,18 @@ def _rendezvous(launch: Launch) -> list[str]:
     return arguments + ([f"--local-addr={local_address}"] if local_address is not None else [])
 
 
-def _timeouts(launch: Launch) -> str:
+def _join_seconds(launch: Launch) -> int:
     """Return how long hosts wait for each other. An elastic job adds the time to notice that a host was lost."""
-    seconds = max(1, int(launch.start_seconds))
+    noticing_seconds = _HEARTBEAT_SECONDS * _MISSED_HEARTBEATS + _LAST_CALL_SECONDS
+    return max(1, int(launch.start_seconds)) + noticing_seconds * launch.options.is_elastic
+
+
+def _timeouts(launch: Launch) -> str:
+    """Return the settings of the rendezvous."""
     if not launch.options.is_elastic:
-        return f"join_timeout={seconds}"
-    seconds += _HEARTBEAT_SECONDS * _MISSED_HEARTBEATS + _LAST_CALL_SECONDS
+        return f"join_timeout={_join_seconds(launch)}"
     return (
-        f"join_timeout={seconds},last_call_timeout={_LAST_CALL_SECONDS},"
+        f"join_timeout={_join_seconds(launch)},last_call_timeout={_LAST_CALL_SECONDS},"
         f"keep_alive_interval={_HEARTBEAT_SECONDS},keep_alive_max_attempt={_MISSED_HEARTBEATS}"
     )
 
