@@ -17,6 +17,7 @@ from everyrank.audit.events import (
     Backward,
     BackwardEnd,
     CollectiveCall,
+    EvalForward,
     Event,
     Forward,
     ForwardEnd,
@@ -126,6 +127,29 @@ class Evidence:
                     kinds[last_epoch] = kinds[last_epoch] or "eval"
             kinds_by_rank[rank] = kinds
         return kinds_by_rank
+
+    def evaluation_forwards(self, rank: int) -> list[EvalForward]:
+        """The forwards without gradients that evaluate a model.
+
+        Forwards in train mode of a training step are left out, such as those of a generator before the discriminator's
+        backward. So are forwards in train mode on batches of a training loader, such as those of `update_bn`.
+        """
+        trained_loaders = {loader for (loader, _), kind in self.epochs[rank].items() if kind == "train"}
+        forwards: list[EvalForward] = []
+        before_backward: list[EvalForward] = []  # in train mode, since the last batch of a training epoch
+        last_epoch: EpochKey | None = None
+        for event in self.events[rank]:
+            if isinstance(event, LoaderBatch):
+                forwards += before_backward
+                before_backward, last_epoch = [], (event.loader, event.epoch)
+            elif isinstance(event, Backward):
+                before_backward = []
+            elif isinstance(event, EvalForward):
+                if not event.is_training or last_epoch is None or last_epoch[0] not in trained_loaders:
+                    forwards.append(event)
+                elif self.epochs[rank][last_epoch] == "train":
+                    before_backward.append(event)
+        return [*forwards, *before_backward]
 
     def loaders(self, rank: int) -> dict[EpochKey, LoaderEpoch]:
         """The epochs of all loaders of a rank."""
@@ -360,7 +384,7 @@ def read_evidence(run: ScriptRun) -> Evidence:
         rows[0] = unranked
     else:  # events from before the process group was open
         file_ranks = {row["file"]: rank for rank, rank_rows in rows.items() for row in rank_rows}
-        for row in unranked:
+        for row in reversed(unranked):
             if row["file"] in file_ranks:
                 rows[file_ranks[row["file"]]].insert(0, row)
             elif row["kind"] == Stopped.__name__:  # written by an RPC server that has ended these ranks

@@ -212,8 +212,12 @@ def _buffer_calls(evidence: Evidence, rank: int) -> dict[tuple[int, str, int], B
 
 def _first_eval_forwards(evidence: Evidence) -> list[list[EvalForward]]:
     """The first forward of each evaluation on each rank. Later ones may differ: ranks have different batch counts."""
-    by_rank = [{event.update: event for event in reversed(evidence.of(rank, EvalForward))} for rank in evidence.ranks]
-    return [[events[update] for events in by_rank] for update in sorted(set[int](by_rank[0]).intersection(*by_rank))]
+    by_rank = [
+        {event.update: event for event in reversed(evidence.evaluation_forwards(rank))} for rank in evidence.ranks
+    ]
+    first = [[events[update] for events in by_rank] for update in sorted(set[int](by_rank[0]).intersection(*by_rank))]
+    # at different lines they may be forwards of different models: one rank may have an averaged model, too
+    return [events for events in first if len({event.line for event in events}) == 1]
 
 
 def _check_not_stepped(evidence: Evidence, findings: Findings) -> None:

@@ -1,0 +1,158 @@
+"""Rules on a few events: what almost looks like a mistake, and mistakes that other tests do not show."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from everyrank.audit.events import (
+    Backward,
+    EvalForward,
+    EvalShare,
+    Event,
+    Forward,
+    GroupOpened,
+    LoaderBatch,
+    OptimizerStep,
+    SeedSet,
+)
+from everyrank.audit.evidence import Evidence, read_evidence
+from everyrank.audit.finding import Findings
+from everyrank.audit.rules.evaluation import check_evaluation
+from everyrank.audit.rules.replicas import check_replicas
+from everyrank.audit.start import ScriptRun
+
+_Kind = TypeVar("_Kind", bound=Event)
+_EMPTY: dict[str, Any] = {"str": "", "int": 0, "float": 0.0, "bool": False}
+
+
+def event(kind: type[_Kind], **values: Any) -> _Kind:
+    """Return an event of this kind. Fields that are not given are 0, False, None or empty."""
+    fields = {
+        field.name: _EMPTY.get(str(field.type), [] if str(field.type).startswith("list") else {})
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    return kind(**{**fields, **values})
+
+
+def found(
+    rule: Callable[[Evidence, Findings], None],
+    *events_by_rank: Sequence[Event],
+    output: str = "",
+    folder: Path = Path(),
+) -> dict[str, str]:
+    """Return the findings of a rule above NOTE: their names and texts."""
+    ranks = range(len(events_by_rank))
+    run = ScriptRun(folder, len(ranks), "finished", (0,) * len(ranks), (output,) * len(ranks), 1.0)
+    numbered = {
+        rank: [dataclasses.replace(each, rank=rank, count=count) for count, each in enumerate(events)]
+        for rank, events in enumerate(events_by_rank)
+    }
+    findings = Findings()
+    rule(Evidence(run, list(ranks), numbered), findings)
+    return {finding.rule: finding.text for finding in findings if finding.level != "NOTE"}
+
+
+def evaluation(*hits_and_sizes: tuple[int, int]) -> list[Event]:
+    """Return the events of an evaluation that counts its hits in each batch."""
+    return [
+        each
+        for hits, size in hits_and_sizes
+        for each in (
+            event(EvalForward),
+            event(EvalShare, line="/train.py:20", value=hits / size, terms=float(size)),
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    "output", ["accuracy 0.5000", "accuracy 0.45 lr 0.5000", "accuracy 0.5000, in version 1.5e99999"]
+)
+def test_printed_mean_over_terms_is_not_taken_for_a_mean_of_means(output: str) -> None:
+    """Few small batches have few means: that of rank 0's means is 0.5, and so is the accuracy of both ranks."""
+    first, second = evaluation((4, 8), (2, 8), (3, 4)), evaluation((6, 8), (3, 8), (2, 4))
+    assert found(check_evaluation, first, second, output=output) == {}
+
+
+def test_learning_rate_is_not_taken_for_a_mean_of_means() -> None:
+    """The accuracy has too few digits to be checked."""
+    events = [event(OptimizerStep, rates=[0.1]), *evaluation((1, 10), (2, 10), (0, 5))]
+    assert found(check_evaluation, events, output="accuracy high, lr 0.1000") == {}
+    assert found(check_evaluation, events[1:], output="accuracy 0.1000").keys() == {"eval.mean-of-means"}
+    assert found(check_evaluation, events[1:], output="accuracy 0.12 in 0.1000 s") == {}
+
+
+def test_mean_recall_of_classes_is_not_a_mean_of_batches() -> None:
+    """The numbers of ones of all classes follow the last forward."""
+    shares = [each for each in evaluation((6, 10), (2, 5), (2, 5)) if isinstance(each, EvalShare)]
+    output = "balanced accuracy 0.4667"
+    assert found(check_evaluation, [event(EvalForward), *shares], output=output) == {}
+    assert found(check_evaluation, evaluation((6, 10), (2, 5), (2, 5)), output=output) != {}
+
+
+def training_step(*before_backward: Event, number: int = 1, line: str = "/train.py:9") -> list[Event]:
+    """Return the events of a step in train mode, with these events between its batch and its backward."""
+    batch = event(LoaderBatch, loader=1, number=number, row_checksums=["a"])
+    forward = event(Forward, line=line, is_grad=True, is_training=True, num_batch_norms=1)
+    return [batch, *before_backward, forward, event(Backward)]
+
+
+def no_grad_forward(line: str, *, is_training: bool, buffers: int = 0, parameters: int = 0) -> list[Event]:
+    """Return the events of a forward without gradients."""
+    forward = event(Forward, line=line, is_training=is_training, num_batch_norms=1)
+    end = event(EvalForward, line=line, is_training=is_training, buffers=buffers, parameters=parameters)
+    return [forward, end]
+
+
+@pytest.mark.parametrize(
+    ("loader", "epoch", "after", "is_mistake"),
+    [
+        (1, 0, [event(Backward)], False),  # a generator, before the backward of the discriminator
+        (1, 1, [], False),  # update_bn
+        (1, 0, [], True),
+        (2, 0, [], True),
+    ],
+)
+def test_only_evaluations_in_train_mode_are_a_mistake(
+    loader: int, epoch: int, after: list[Event], is_mistake: bool
+) -> None:
+    def events(rank: int) -> list[Event]:
+        batch = event(LoaderBatch, loader=loader, epoch=epoch, number=2)
+        return [*training_step(), batch, *no_grad_forward("/train.py:15", is_training=True, buffers=rank), *after]
+
+    assert ("eval.mode" in found(check_evaluation, events(0), events(1))) is is_mistake
+    assert ("replicas.buffers" in found(check_replicas, events(0), events(1))) is is_mistake
+
+
+def test_averaged_model_of_one_rank_is_not_compared_with_the_model_of_the_others() -> None:
+    """Rank 0 evaluates it before all ranks evaluate the model."""
+    averaged, model = (no_grad_forward(f"/train.py:{line}", is_training=False, parameters=line) for line in (15, 16))
+    assert found(check_replicas, [*averaged, *model], model) == {}
+    assert found(check_replicas, averaged, no_grad_forward("/train.py:15", is_training=False)) != {}
+
+
+def test_other_model_in_eval_mode_is_no_forgotten_train() -> None:
+    """The last forward before the generator's backward is that of a frozen network for a perceptual loss."""
+    frozen = event(Forward, line="/train.py:12", is_grad=True, num_batch_norms=1)
+    forgotten = event(Forward, line="/train.py:9", is_grad=True, num_batch_norms=1)
+    step = training_step()
+    assert "train.mode" not in found(check_evaluation, [*step, frozen, event(Backward)])
+    assert "train.mode" in found(
+        check_evaluation, [*step, *no_grad_forward("/e:1", is_training=False), forgotten, event(Backward)]
+    )
+
+
+def test_events_before_the_process_group_are_read_in_their_order(tmp_path: Path) -> None:
+    """A process that the script has spawned has no rank until then."""
+    seeds = [event(SeedSet, rank=-1, library="torch", seed=seed, count=seed, time=float(seed)) for seed in range(3)]
+    events = [*seeds, event(GroupOpened, rank=0, backend="gloo", count=3, time=3.0)]
+    lines = [json.dumps({"kind": type(each).__name__, **vars(each)}) for each in events]
+    (tmp_path / "pid1.jsonl").write_text("\n".join(lines) + "\n")
+    evidence = read_evidence(ScriptRun(tmp_path, 1, "finished", (0,), ("",), 1.0))
+    assert [each.seed for each in evidence.of(0, SeedSet)] == [0, 1, 2]
