@@ -8,23 +8,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
 from everyrank.audit.events import (
     Backward,
+    Clip,
+    CollectiveCall,
     EvalForward,
     EvalShare,
     Event,
     Forward,
     GroupOpened,
     LoaderBatch,
+    LoaderEpoch,
     OptimizerStep,
+    Save,
     SeedSet,
+    Wrap,
 )
 from everyrank.audit.evidence import Evidence, read_evidence
 from everyrank.audit.finding import Findings
+from everyrank.audit.rules.batches import check_batches
+from everyrank.audit.rules.clipping import check_clipping
 from everyrank.audit.rules.evaluation import check_evaluation
 from everyrank.audit.rules.replicas import check_replicas
+from everyrank.audit.rules.saving import check_saving
+from everyrank.audit.rules.speed import check_speed
 from everyrank.audit.start import ScriptRun
 
 _Kind = TypeVar("_Kind", bound=Event)
@@ -156,3 +166,107 @@ def test_events_before_the_process_group_are_read_in_their_order(tmp_path: Path)
     (tmp_path / "pid1.jsonl").write_text("\n".join(lines) + "\n")
     evidence = read_evidence(ScriptRun(tmp_path, 1, "finished", (0,), ("",), 1.0))
     assert [each.seed for each in evidence.of(0, SeedSet)] == [0, 1, 2]
+
+
+def evaluated_epoch(indices: Sequence[int], *between: Event, **values: Any) -> list[Event]:
+    """Return the events of an epoch of a loader whose samples are evaluated, and of the collectives after it."""
+    fields = {"sampler": "DistributedSampler", "batch_sampler": "BatchSampler", "length": 40, "sizes": [5], **values}
+    epoch = event(LoaderEpoch, loader=2, indices=list(indices), num_indices=len(indices), line="/train.py:5", **fields)
+    batch = event(LoaderBatch, loader=2, number=1)
+    return [epoch, batch, *no_grad_forward("/train.py:15", is_training=False), *between]
+
+
+GATHER = event(CollectiveCall, op="allgather_", phase="script", lines=["/train.py:20"])
+
+
+@pytest.mark.parametrize(
+    ("num_indices", "sampler", "rules"),
+    [
+        (10, "RandomSampler", []),  # RandomSampler(data, num_samples=10): the ranks may draw the same sample
+        (10, "SubsetRandomSampler", []),
+        (36, "RandomSampler", ["eval.padded", "eval.dropped"]),  # drop_last
+        (40, "DistributedSampler", ["eval.padded"]),
+    ],
+)
+def test_evaluation_of_some_samples_may_be_intended(num_indices: int, sampler: str, rules: list[str]) -> None:
+    ranks = [evaluated_epoch(range(start, start + num_indices), GATHER, sampler=sampler) for start in (0, 1)]
+    assert list(found(check_evaluation, *ranks)) == rules
+
+
+def test_samples_that_only_another_dataset_has_are_not_evaluated() -> None:
+    """The training loader reads more samples, from a different dataset."""
+    training = event(LoaderEpoch, loader=1, dataset="Train", length=99, indices=list(range(99)), num_indices=99)
+    ranks = [[training, *evaluated_epoch(range(rank, 38, 2), GATHER)] for rank in (0, 1)]
+    assert list(found(check_evaluation, *ranks)) == ["eval.dropped"]
+
+
+def test_gathered_objects_may_be_kept_once_for_each_sample() -> None:
+    gather = dataclasses.replace(GATHER, library_calls=["all_gather_object"])
+    ranks = [evaluated_epoch([*range(rank, 39, 2), 0][:20], gather, length=39) for rank in (0, 1)]
+    assert "ignore this if" in found(check_evaluation, *ranks)["eval.padded"]
+    ranks = [evaluated_epoch([*range(rank, 39, 2), 0][:20], GATHER, length=39) for rank in (0, 1)]
+    assert "ignore this if" not in found(check_evaluation, *ranks)["eval.padded"]
+
+
+def test_skipped_batches_are_named_at_the_training_loader() -> None:
+    """The script evaluates first. Its epochs are shortened, so that three batches of each are known."""
+
+    def events(rank: int) -> list[Event]:
+        epochs = [
+            event(LoaderEpoch, loader=1, epoch=epoch, line="/train.py:7", used_at="/train.py:8") for epoch in (0, 1)
+        ]
+        steps: list[Event] = []
+        for epoch, number in ((0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)):
+            steps += [
+                event(LoaderBatch, loader=1, epoch=epoch, number=number, row_checksums=[f"{epoch}{number}{rank}"])
+            ]
+            if number % 2 == rank:
+                steps += [event(Forward, is_grad=True, is_training=True), event(Backward)]
+        return [*evaluated_epoch(range(40)), *epochs, *steps]
+
+    run = ScriptRun(Path(), 2, "finished", (0, 0), ("", ""), 1.0)
+    findings = Findings()
+    check_batches(Evidence(run, [0, 1], {rank: events(rank) for rank in (0, 1)}), findings)
+    assert [(finding.rule, finding.location) for finding in findings] == [("data.skipped", "/train.py:7")]
+
+
+def step(**values: Any) -> OptimizerStep:
+    """Return an optimizer step."""
+    return event(OptimizerStep, **{"loss_scale": 1.0, **values})
+
+
+def test_local_gradients_are_clipped_if_the_parameters_are_averaged_later() -> None:
+    def events(rank: int, *, averages: bool) -> list[Event]:
+        steps = [step(update=update, checksums={"w": rank * (update % 2) if averages else 0}) for update in range(4)]
+        return [each for one in steps for each in (event(Clip, line="/train.py:9", norm=1.0 + rank, scale=1.0), one)]
+
+    assert found(check_clipping, events(0, averages=True), events(1, averages=True)) == {}
+    assert "clip.local" in found(check_clipping, events(0, averages=False), events(1, averages=False))
+
+
+def test_two_optimizers_with_different_rates_are_no_schedule() -> None:
+    """The checkpoint of a GAN needs no schedule."""
+    save = event(Save, path="/gan.pt", line="/train.py:30", keys=["generator", "optim_d", "optim_g"])
+    lines = {"/train.py:20": 4e-4, "/train.py:24": 1e-4}
+    steps = [step(update=2 * n + k, line=line, rates=[lines[line]]) for n in range(4) for k, line in enumerate(lines)]
+    assert found(check_saving, [*steps, save]) == {}
+    assert found(check_saving, [*[dataclasses.replace(each, line="/train.py:20") for each in steps], save]) == {}
+    steps[-2] = dataclasses.replace(steps[-2], rates=[1e-5])
+    assert list(found(check_saving, [*steps, save])) == ["save.schedule"]
+
+
+def test_rates_that_differ_are_those_of_one_parameter_group() -> None:
+    ranks = [[step(rates=[0.5, 0.1 + rank])] for rank in (0, 1)]
+    assert "0.1 on rank 0, 1.1 on rank 1" in found(check_replicas, *ranks)["replicas.rate"]
+
+
+def test_parameters_that_only_another_rank_uses_are_unused(tmp_path: Path) -> None:
+    """After the all-reduce they have a gradient on all ranks."""
+    wrap = event(Wrap, finds_unused=True, bucket_mb=None)
+    gradient = np.ones(2)
+    for names_of_rank_1, rules in (["trunk", "head"], ["ddp.find-unused"]), (["trunk"], []):
+        for rank, names in ((0, ["trunk", "head"]), (1, names_of_rank_1)):
+            arrays = {f"backward 0 {name}": gradient for name in names}
+            arrays |= {f"step {name}": gradient for name in ("trunk", "head")}
+            np.savez(tmp_path / f"rank{rank}.update0.npz", **arrays)
+        assert list(found(check_speed, [wrap, step()], [wrap, step()], folder=tmp_path)) == rules

@@ -52,6 +52,11 @@ __all__ = ["Audit", "AuditOptions", "ScriptFailedError", "audit_script", "judge_
 _SEPARATE_MODELS_HINT = (
     "ignore this if each rank is to train a model of its own, as in an ensemble or a cross-validation"
 )
+_RULES_FOR_ONE_MODEL = (
+    *("gradient.local", "clip.local", "replicas.", "eval.shard"),
+    *("data.rows", "data.overlap", "data.same", "data.split"),
+)
+"""Rules whose findings are no mistakes if each rank trains a model of its own."""
 _FIRST_BATCHES = 4  # batches of a shortened epoch before its last one
 _REPLAYED_UPDATES = 3
 _NEEDS_RANK_VARIABLES = re.compile(
@@ -341,7 +346,7 @@ def _apply_rules(evidence: Evidence) -> Findings:
     for rule in RULES:
         rule.check(evidence, findings)
     if evidence.has_separate_models:
-        findings.downgrade_failures(("gradient.local", "replicas.", "data.rows", "data.overlap"), _SEPARATE_MODELS_HINT)
+        findings.downgrade_failures(_RULES_FOR_ONE_MODEL, _SEPARATE_MODELS_HINT)
     return findings
 
 

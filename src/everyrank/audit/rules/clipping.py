@@ -32,6 +32,8 @@ def check_clipping(evidence: Evidence, findings: Findings) -> None:
     if evidence.is_split:
         _check_split_norm(evidence, findings)
         return
+    if evidence.averages_parameters:
+        return  # each rank steps with its local gradient, which it clips, and the parameters are averaged later
     for events in zip(*(evidence.of(rank, Clip) for rank in evidence.ranks), strict=False):
         norms = [event.norm for event in events if event.norm is not None and math.isfinite(event.norm)]
         if len(norms) == len(events) > 1 and max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):

@@ -32,6 +32,7 @@ _PRINTED_NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]?\d{1,9})?")
 _CONTROL_FUNCTIONS = {"synchronize_rng_states", "__iter__", "reduce_boolean_decision", "has_len_all_ranks"}
 _CONTROL_COLLECTIVES = ("barrier", "broadcast", "scatter")
 _MIN_DIGITS = 4  # significant digits needed to identify a printed number
+_SUBSET_SAMPLERS = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # may draw a part of the samples
 
 
 def check_evaluation(evidence: Evidence, findings: Findings) -> None:
@@ -153,11 +154,13 @@ def _check_shards(evidence: Evidence, key: EpochKey, loaders: dict[int, LoaderEp
     if has_split and collectives and first.sampler == "DistributedSampler":
         return  # data.split reports that the ranks split the dataset differently
     if sets[0] == sets[1]:
-        if len(sets[0]) > 2:
+        if len(sets[0]) > 2 and len(sets[0]) == num_samples:
             findings.add("NOTE", "eval.everywhere", line, f"every rank evaluates all {num_samples} samples")
         return
     if not collectives:
         _report_local_result(evidence, key, first, f"{len(sets[0])} of {num_samples}", findings)
+    elif _draws_subset(first):
+        return  # each rank draws some of the samples
     elif total > num_samples and any(evidence.all_of(EvalSlice)):
         findings.add_unchecked("whether repeated samples are counted: the evaluation slices tensors itself")
     elif total > num_samples and not any("gather_for_metrics" in event.library_calls for event in collectives):
@@ -167,12 +170,15 @@ def _check_shards(evidence: Evidence, key: EpochKey, loaders: dict[int, LoaderEp
             if gather_functions and collectives[0].lines
             else ""
         )
+        # the results of all samples may go into one dictionary, by the number of the sample
+        is_gather_of_objects = any("object" in name for name in gather_functions)
+        hint = "; ignore this if the script keeps one result of each sample" if is_gather_of_objects else ""
         findings.add(
-            "FAIL",
+            "WARN" if is_gather_of_objects else "FAIL",
             "eval.padded",
             line,
             f"{total - num_samples} of {num_samples} samples are evaluated twice (the sampler pads the ranks) and "
-            f"counted twice{gathered_by}",
+            f"counted twice{gathered_by}{hint}",
             "drop the samples beyond len(dataset), or evaluate Subset(data, range(rank, len(data), world_size))",
             tuple(collectives[0].lines[:1]),
         )
@@ -215,6 +221,8 @@ def _check_dropped(
     """Find samples that no rank evaluates: in each loader's dataset, and in the whole dataset if it is not divided."""
     first = loaders[evidence.ranks[0]]
     length = first.length or 0
+    if _draws_subset(first):
+        return
     num_dropped = sum(
         (loader.length or 0) - loader.num_indices
         for loader in loaders.values()
@@ -224,12 +232,27 @@ def _check_dropped(
         other_samples: set[object] = set()
         for rank in evidence.ranks:
             for other_key, loader in evidence.loaders(rank).items():
-                if other_key != key and loader.indices:
+                if other_key != key and loader.indices and _have_same_dataset(loader, first):
                     other_samples |= set(loader.indices)
         num_dropped = max(num_dropped, len(set(range(length)) - union - other_samples))
     if num_dropped > 0:
         text = f"{num_dropped} of {max(length, len(union) + num_dropped)} samples are not evaluated"
         findings.add("WARN", "eval.dropped", first.line, text, "use drop_last=False in the evaluation")
+
+
+def _draws_subset(loader: LoaderEpoch) -> bool:
+    """Whether the sampler draws only some of the samples, which may differ between ranks, to save time."""
+    num_batches_left = ((loader.length or 0) - loader.num_indices) / max([*loader.sizes, 1])
+    return (
+        loader.sampler in _SUBSET_SAMPLERS
+        and loader.batch_sampler == "BatchSampler"
+        and (num_batches_left >= 1 or loader.sampler != "RandomSampler")  # less than a batch: by drop_last
+    )
+
+
+def _have_same_dataset(first: LoaderEpoch, second: LoaderEpoch) -> bool:
+    """Whether two loaders seem to read the same dataset."""
+    return (first.dataset, first.length, first.content) == (second.dataset, second.length, second.content)
 
 
 # --- means

@@ -122,8 +122,11 @@ def _check_rates(evidence: Evidence, findings: Findings) -> None:
     for update, steps in evidence.steps.items():
         rates = {rank: tuple(step.rates) for rank, step in steps.items()}
         if len(set(rates.values())) > 1 and not evidence.is_split:
+            # the parameter group that differs, unless the ranks have different numbers of groups
+            groups = list(zip(*rates.values(), strict=False))
+            group = next((index for index, of_ranks in enumerate(groups) if len(set(of_ranks)) > 1), 0)
             shown_rates = ", ".join(
-                f"{rank_rates[0]:.3g} on rank {rank}" for rank, rank_rates in rates.items() if rank_rates
+                f"{rank_rates[group]:.3g} on rank {rank}" for rank, rank_rates in rates.items() if rank_rates
             )
             findings.add(
                 "FAIL",

@@ -38,10 +38,22 @@ def _check_content(evidence: Evidence, findings: Findings) -> None:
         names = " ".join(event.keys).lower()
         if "optim" in names:
             scales = any(step.loss_scale != 1.0 for step in evidence.of(event.rank, OptimizerStep))
-            rates = {tuple(step.rates) for step in evidence.of(event.rank, OptimizerStep)}
             if scales and "scaler" not in names:
                 text = "the checkpoint has the optimizer, but not the gradient scaler"
                 findings.add("WARN", "save.scaler", event.line, text, 'add "scaler": scaler.state_dict()')
-            if len(rates) > 1 and not any(word in names for word in ("sched", "epoch", "step", "iter", "lr")):
+            if _has_schedule(evidence, event.rank) and not any(
+                word in names for word in ("sched", "epoch", "step", "iter", "lr")
+            ):
                 text = "the learning rate changes, but the checkpoint does not have the state of the schedule"
                 findings.add("WARN", "save.schedule", event.line, text, 'add "schedule": schedule.state_dict()')
+
+
+def _has_schedule(evidence: Evidence, rank: int) -> bool:
+    """Whether the learning rates change. Several optimizers, as of a GAN, may have different ones in turn."""
+    rates_by_line: dict[str, list[tuple[float, ...]]] = defaultdict(list)
+    for step in evidence.of(rank, OptimizerStep):
+        rates_by_line[step.line].append(tuple(step.rates))
+    return any(
+        len(rates) > 1 and set(rates[: len(rates) // 2]) != set(rates[len(rates) // 2 :])
+        for rates in rates_by_line.values()
+    )
