@@ -111,7 +111,7 @@ def test_invalid_arguments_are_refused(cli: Cli, tmp_path: Path, words: tuple[st
 @pytest.mark.parametrize(
     ("command", "python_args", "processes"),
     [
-        ("torchrun --no_python --virtual-local-rank --nproc-per-node 2 train.py --x 1", "train.py --x 1", 2),
+        ("torchrun --no_python --nproc-per-node 2 --virtual-local-rank train.py --x 1", "train.py --x 1", 2),
         ("accelerate launch --multi-gpu --num-processes 4 -m package.train", "-m package.train", 4),
         ("accelerate-launch --tpu_cluster train.py", "train.py", None),
         ("deepspeed --enable_each_rank_log logs --bind_cores_to_rank --num_gpus 2 train.py", "train.py", 2),
