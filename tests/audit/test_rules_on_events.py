@@ -270,3 +270,29 @@ def test_parameters_that_only_another_rank_uses_are_unused(tmp_path: Path) -> No
             arrays |= {f"step {name}": gradient for name in ("trunk", "head")}
             np.savez(tmp_path / f"rank{rank}.update0.npz", **arrays)
         assert list(found(check_speed, [wrap, step()], [wrap, step()], folder=tmp_path)) == rules
+
+
+def test_norms_of_the_same_call_are_compared() -> None:
+    """Rank 0 computes the norm once more, for its log. The norms of two updates differ."""
+
+    def clips(*norms: float, line: int, update: int) -> list[Event]:
+        values = {"line": f"/train.py:{line}", "update": update, "scale": 1.0}
+        return [event(Clip, norm=norm, **values) for norm in norms]
+
+    def norms_of_updates(scale: float, *, logs: bool) -> list[Event]:
+        return [
+            each
+            for update in range(4)
+            for line in ((8, 9) if logs else (9,))
+            for each in clips(scale * (1.0 + update), line=line, update=update)
+        ]
+
+    assert found(check_clipping, norms_of_updates(1.0, logs=True), norms_of_updates(1.0, logs=False)) == {}
+    assert found(check_clipping, norms_of_updates(1.0, logs=True), norms_of_updates(2.0, logs=False)) != {}
+
+
+def test_parameters_without_names_on_one_rank_are_compared() -> None:
+    """A rank without data steps before its first forward, which gives the parameters their names."""
+    named, unnamed, other = step(checksums={"w": 1}), step(checksums={"optimizer[0]": 1}), step(checksums={"w": 2})
+    assert found(check_replicas, [named], [unnamed]) == {}
+    assert found(check_replicas, [named], [other]) != {}

@@ -336,20 +336,25 @@ class Evidence:
     def _are_equal(self) -> list[bool]:
         """For each update, whether all ranks begin it with equal parameters."""
         return [
-            all(step.checksums == steps[self.ranks[0]].checksums for step in steps.values())
+            all(_checksums(step) == _checksums(steps[self.ranks[0]]) for step in steps.values())
             for steps in self.steps.values()
         ]
 
     @property
     def _starts_unequal(self) -> bool:
-        """Whether the ranks have different weights under the same names before their first update."""
+        """Whether the ranks have different weights before their first update."""
         first_steps = next(iter(self.steps.values()), {})
-        return any(step.checksums != first_steps[self.ranks[0]].checksums for step in first_steps.values())
+        return any(_checksums(step) != _checksums(first_steps[self.ranks[0]]) for step in first_steps.values())
 
     @functools.cached_property
     def calls_by_rpc(self) -> bool:
         """Whether the script uses RPC. Its calls are not recorded, so it is unknown which updates belong together."""
         return any(self.all_of(RpcStarted))
+
+
+def _checksums(step: OptimizerStep) -> list[int]:
+    """The checksums of an optimizer's parameters, in order. A rank that steps before a forward has no names yet."""
+    return list(step.checksums.values())
 
 
 def are_cut_off(loaders: Iterable[LoaderEpoch]) -> bool:

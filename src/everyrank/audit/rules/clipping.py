@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from everyrank.audit.events import Clip, CollectiveCall
@@ -34,9 +34,11 @@ def check_clipping(evidence: Evidence, findings: Findings) -> None:
         return
     if evidence.averages_parameters:
         return  # each rank steps with its local gradient, which it clips, and the parameters are averaged later
-    for events in zip(*(evidence.of(rank, Clip) for rank in evidence.ranks), strict=False):
+    calls_by_rank = [_calls_by_number(evidence.of(rank, Clip)) for rank in evidence.ranks]
+    for key in calls_by_rank[0]:
+        events = [calls[key] for calls in calls_by_rank if key in calls]
         norms = [event.norm for event in events if event.norm is not None and math.isfinite(event.norm)]
-        if len(norms) == len(events) > 1 and max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
+        if len(norms) == evidence.world_size > 1 and max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
             findings.add(
                 "FAIL",
                 "clip.local",
@@ -45,6 +47,16 @@ def check_clipping(evidence: Evidence, findings: Findings) -> None:
                 "are not averaged yet, or each rank computes the norm of its shard",
                 "clip after the last backward of an update, which averages the gradients",
             )
+
+
+def _calls_by_number(events: Sequence[Clip]) -> dict[tuple[str, int, int], Clip]:
+    """The calls by line, update and number in the update: one rank may have more calls, for example for its log."""
+    numbers: Counter[tuple[str, int]] = Counter()
+    calls: dict[tuple[str, int, int], Clip] = {}
+    for event in events:
+        calls[event.line, event.update, numbers[event.line, event.update]] = event
+        numbers[event.line, event.update] += 1
+    return calls
 
 
 def _check_nothing_clipped(evidence: Evidence, findings: Findings) -> None:

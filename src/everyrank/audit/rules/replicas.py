@@ -77,10 +77,14 @@ def _check_parameters(evidence: Evidence, findings: Findings) -> None:
         # if the shapes differ, the ranks have different shards of the model
         if not first.checksums or len({step.shapes for step in steps.values()}) > 1:
             continue
-        names = [name for name in first.checksums if len(_checksums_of(steps, name)) > 1]
+        # in order, because a rank that steps before its first forward does not know the names
+        checksums = zip(*(step.checksums.values() for step in steps.values()), strict=False)
+        names = [name for name, of_ranks in zip(first.checksums, checksums, strict=False) if len(set(of_ranks)) > 1]
         if names and not findings.has("replicas.alone"):
             start = f"after update {update - 1}" if update > min(evidence.steps) else "before the first update"
-            differing_ranks = [rank for rank, step in steps.items() if step.checksums != first.checksums]
+            differing_ranks = [
+                rank for rank, step in steps.items() if [*step.checksums.values()] != [*first.checksums.values()]
+            ]
             seed, reason = _differing_seeds(evidence) if update == min(evidence.steps) else ("", "")
             findings.add(
                 "NOTE" if evidence.is_split or evidence.averages_parameters else "FAIL",
@@ -111,10 +115,6 @@ def _broadcasts(evidence: Evidence) -> tuple[str, ...]:
     """Lines that broadcast before the first update, which may be wrong: gloo sends a view in memory order."""
     events = [event for event in evidence.of(evidence.ranks[0], CollectiveCall) if event.op == "broadcast_"]
     return tuple(dict.fromkeys(line for event in events if not event.update for line in event.lines[:1]))
-
-
-def _checksums_of(steps: dict[int, OptimizerStep], name: str) -> set[int | None]:
-    return {step.checksums.get(name) for step in steps.values()}
 
 
 def _check_rates(evidence: Evidence, findings: Findings) -> None:
