@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from everyrank.audit.events import (
     Backward,
     BackwardEnd,
+    Clip,
     CollectiveCall,
     EvalForward,
     Event,
@@ -167,7 +168,11 @@ class Evidence:
         return by_rank
 
     def samples(self, rank: int, update: int) -> GradientSamples | None:
-        """The gradients of an update on a rank; None if the rank has not written them."""
+        """The gradients of an update on a rank; None if the rank has not written them.
+
+        Also None if gradients are clipped twice, after the step before and before this one, because the hooks keep only
+        the gradients before the first clipping.
+        """
         path = self.run.folder / f"rank{rank}.update{update}.npz"
         if not path.exists():
             return None
@@ -181,7 +186,31 @@ class Evidence:
                     samples.backwards.setdefault(int(micro), {})[name] = arrays[key]
                 else:
                     by_kind[kind][name] = arrays[key]
+        if (rank, update) in self._late_clip_updates:
+            if any(clip.micro for clip in self.of(rank, Clip) if clip.update == update):
+                return None
+            samples.clipped.clear()
         return samples
+
+    @functools.cached_property
+    def late_clips(self) -> list[Clip]:
+        """The clippings between an optimizer step and the next backward, so that no step uses what they change."""
+        late_clips: list[Clip] = []
+        for rank in self.ranks:
+            after_step: list[Clip] = []  # since the last step, if there was no backward since then
+            for event in self.events[rank]:
+                if isinstance(event, Clip) and not event.micro and event.update:
+                    after_step.append(event)
+                elif isinstance(event, OptimizerStep):
+                    after_step = []  # a second optimizer uses these gradients
+                elif isinstance(event, Backward):
+                    late_clips += after_step
+                    after_step = []
+        return late_clips
+
+    @functools.cached_property
+    def _late_clip_updates(self) -> set[tuple[int, int]]:
+        return {(clip.rank, clip.update) for clip in self.late_clips}
 
     def replayed(self, update: int) -> dict[str, dict[str, NDArray[np.float64]]]:
         """The gradients of a replayed update, by kind (see `replay.run`) and name."""
