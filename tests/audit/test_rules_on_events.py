@@ -31,6 +31,7 @@ from everyrank.audit.evidence import Evidence, read_evidence
 from everyrank.audit.finding import Findings
 from everyrank.audit.rules.batches import check_batches
 from everyrank.audit.rules.clipping import check_clipping
+from everyrank.audit.rules.data import check_data
 from everyrank.audit.rules.evaluation import check_evaluation
 from everyrank.audit.rules.replicas import check_replicas
 from everyrank.audit.rules.saving import check_saving
@@ -296,3 +297,36 @@ def test_parameters_without_names_on_one_rank_are_compared() -> None:
     named, unnamed, other = step(checksums={"w": 1}), step(checksums={"optimizer[0]": 1}), step(checksums={"w": 2})
     assert found(check_replicas, [named], [unnamed]) == {}
     assert found(check_replicas, [named], [other]) != {}
+
+
+@pytest.mark.parametrize(
+    ("micros", "clipped"),
+    [
+        ([3], ["w"]),
+        ([0], []),  # after the step before: the norm for a log
+        ([1], []),  # in an earlier call of the closure of LBFGS, which begins with zero_grad
+        ([1, 3], None),
+    ],
+)
+def test_gradients_of_the_step_are_those_before_its_own_clipping(
+    micros: list[int], clipped: list[str] | None, tmp_path: Path
+) -> None:
+    """The hooks keep only the gradients before the first clipping. The last backward is number 2."""
+    arrays = {f"{kind} w": np.ones(2) for kind in ("backward 2", "step", "clip")}
+    np.savez(tmp_path / "rank0.update1.npz", **arrays)
+    events = [event(Backward, update=1), *(event(Clip, update=1, micro=micro, norm=1.0) for micro in micros)]
+    samples = Evidence(ScriptRun(tmp_path, 1, "finished", (0,), ("",), 1.0), [0], {0: events}).samples(0, 1)
+    assert (None if samples is None else list(samples.clipped)) == clipped
+
+
+def test_keys_of_a_dataset_may_be_numbers_and_texts() -> None:
+    indices = ["b", *range(9)]
+    epochs = [
+        [
+            event(LoaderEpoch, loader=1, epoch=epoch, indices=indices, num_indices=10, sizes=[5], length=10),
+            event(LoaderBatch, loader=1, epoch=epoch, number=1),
+            event(Backward),
+        ]
+        for epoch in (0, 1)
+    ]
+    assert list(found(check_data, [*epochs[0], *epochs[1]])) == ["data.epoch"]

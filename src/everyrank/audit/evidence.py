@@ -170,8 +170,8 @@ class Evidence:
     def samples(self, rank: int, update: int) -> GradientSamples | None:
         """The gradients of an update on a rank; None if the rank has not written them.
 
-        Also None if gradients are clipped twice, after the step before and before this one, because the hooks keep only
-        the gradients before the first clipping.
+        Also None if gradients were clipped before the backward, for example after the step before or in an earlier call
+        of a closure, and again after it: the hooks keep only the gradients before the first clipping.
         """
         path = self.run.folder / f"rank{rank}.update{update}.npz"
         if not path.exists():
@@ -186,8 +186,12 @@ class Evidence:
                     samples.backwards.setdefault(int(micro), {})[name] = arrays[key]
                 else:
                     by_kind[kind][name] = arrays[key]
-        if (rank, update) in self._late_clip_updates:
-            if any(clip.micro for clip in self.of(rank, Clip) if clip.update == update):
+        # an optimizer without a backward of its own steps with the gradients of an earlier one
+        has_backward = any(backward.update == update for backward in self.of(rank, Backward))
+        clips = [clip.micro for clip in self.of(rank, Clip) if clip.update == update]
+        first_backward = min(samples.backwards, default=-1)
+        if has_backward and clips and min(clips) <= first_backward:
+            if max(clips) > first_backward:
                 return None
             samples.clipped.clear()
         return samples
@@ -207,10 +211,6 @@ class Evidence:
                     late_clips += after_step
                     after_step = []
         return late_clips
-
-    @functools.cached_property
-    def _late_clip_updates(self) -> set[tuple[int, int]]:
-        return {(clip.rank, clip.update) for clip in self.late_clips}
 
     def replayed(self, update: int) -> dict[str, dict[str, NDArray[np.float64]]]:
         """The gradients of a replayed update, by kind (see `replay.run`) and name."""

@@ -97,8 +97,8 @@ def _check_late(evidence: Evidence, findings: Findings) -> None:
                 "WARN",
                 "clip.late",
                 line,
-                f"in all {len(events)} calls the gradients are clipped after the optimizer step, and no later step uses "
-                "them; ignore this if only the norm is used",
+                f"in all {len(events)} calls the gradients are clipped after the optimizer step, and no later step uses"
+                " them; ignore this if only the norm is used",
                 "clip between backward and step",
             )
 

@@ -293,7 +293,7 @@ def _check_epochs(evidence: Evidence, epochs: list[LoaderEpoch], findings: Findi
     if epochs[0].content is not None and _give_different_samples(evidence, *epochs[:2]):
         return  # the dataset returns different samples for the same indices in each epoch
     first_order = epochs[0].indices
-    may_be_intended = first_order == sorted(first_order) or epochs[1].shuffles is False
+    may_be_intended = first_order == sorted(first_order, key=_numbers_first) or epochs[1].shuffles is False
     if may_be_intended or epochs[1].sampler_epoch is None:
         findings.add(
             "WARN" if may_be_intended else "FAIL",
@@ -312,6 +312,11 @@ def _check_epochs(evidence: Evidence, epochs: list[LoaderEpoch], findings: Findi
             "call loader.sampler.set_epoch(epoch) before the loop over the loader",
             (epochs[1].line,),
         )
+
+
+def _numbers_first(index: int | str) -> tuple[int, str]:
+    """A key to sort indices, of which some may be texts."""
+    return (0, index) if isinstance(index, str) else (index, "")
 
 
 def _give_different_samples(evidence: Evidence, *epochs: LoaderEpoch) -> bool:
