@@ -16,6 +16,7 @@ import torch
 from auditing import SCRIPTS, line_numbers_with
 from everyrank.audit import start
 from everyrank.audit.command_line import ScriptCommand, script_command
+from everyrank.audit.script import starts_ranks_itself, user_source
 from everyrank.errors import UsageError
 from processes import Cli
 
@@ -126,6 +127,34 @@ def test_script_in_the_command_of_a_launcher(command: str, python_args: str, pro
 def test_command_of_mpirun_without_python_is_corrected() -> None:
     with pytest.raises(UsageError, match=r"mpirun -np 2 everyrank audit train\.py --x"):
         script_command(["mpirun", "-np", "2", "train.py", "--x"])
+
+
+@pytest.mark.parametrize(
+    ("text", "starts_ranks"),
+    [
+        ("seeds = np.random.SeedSequence(0).spawn(4)", False),
+        ("generators = rng.spawn(world_size)", False),
+        ("seeds = seed_sequence.spawn(4); mp.spawn(train, nprocs=2)", True),
+        ("spawn(train, nprocs=2)", True),
+    ],
+)
+def test_spawned_seeds_are_no_ranks(text: str, starts_ranks: bool) -> None:
+    """A script that starts its ranks itself is started as a single process."""
+    assert starts_ranks_itself(text) is starts_ranks
+
+
+def test_imported_file_that_cannot_be_read_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("import helper\n")
+    (tmp_path / "helper.py").touch()
+    read_text = Path.read_text
+
+    def refused(path: Path, *args: Any, **options: Any) -> str:
+        if path.name == "helper.py":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_text(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    assert "import helper" in user_source(tmp_path / "train.py")
 
 
 UNAUDITABLE_SCRIPTS = [
