@@ -256,6 +256,12 @@ def test_two_optimizers_with_different_rates_are_no_schedule() -> None:
     assert list(found(check_saving, [*steps, save])) == ["save.schedule"]
 
 
+@pytest.mark.parametrize(("key", "rules"), [("optimal_threshold", []), ("optim_state", ["save.scaler"])])
+def test_only_a_checkpoint_with_an_optimizer_needs_the_scaler(key: str, rules: list[str]) -> None:
+    save = event(Save, path="/last.pt", line="/train.py:30", keys=["model", key])
+    assert list(found(check_saving, [step(loss_scale=1024.0), save])) == rules
+
+
 def test_rates_that_differ_are_those_of_one_parameter_group() -> None:
     ranks = [[step(rates=[0.5, 0.1 + rank])] for rank in (0, 1)]
     assert "0.1 on rank 0, 1.1 on rank 1" in found(check_replicas, *ranks)["replicas.rate"]
@@ -330,3 +336,18 @@ def test_keys_of_a_dataset_may_be_numbers_and_texts() -> None:
         for epoch in (0, 1)
     ]
     assert list(found(check_data, [*epochs[0], *epochs[1]])) == ["data.epoch"]
+
+
+def test_repeated_augmentation_is_no_overlap() -> None:
+    """Each sample is read three times, with other random numbers, by different ranks."""
+    repeated = [number for number in range(60) for _ in range(3)]
+    batch = [event(LoaderBatch, loader=1, number=1), event(Backward)]
+    for sampler, rules in ("RASampler", []), ("MySampler", ["data.overlap"]):
+        ranks = [
+            [
+                event(LoaderEpoch, loader=1, sampler=sampler, indices=own, num_indices=len(own), sizes=[5], length=60),
+                *batch,
+            ]
+            for own in (repeated[rank::4] for rank in range(4))
+        ]
+        assert list(found(check_data, *ranks)) == rules

@@ -13,6 +13,8 @@ from everyrank.audit.finding import Findings, short_location
 __all__ = ["check_data"]
 
 _MIN_COMMON_SHARE = 0.9  # of the samples
+# parts of the names of samplers that repeat samples: repeated augmentation is that of DeiT and timm
+_REPEATING_SAMPLERS = ("Weighted", "RASampler", "RepeatAug")
 _MAX_SHORT_EPOCH = 8  # samples: too few to judge their order
 
 
@@ -126,7 +128,7 @@ def _are_disjoint(loaders: Mapping[int, LoaderEpoch]) -> bool:
 def _check_indices(evidence: Evidence, loaders: Mapping[int, LoaderEpoch], findings: Findings) -> None:
     """Compare the indices that the samplers of the ranks draw in one epoch."""
     first_loader = next(iter(loaders.values()))
-    if len(loaders) < 2 or "Weighted" in first_loader.sampler:
+    if len(loaders) < 2 or any(name in first_loader.sampler for name in _REPEATING_SAMPLERS):
         return
     samples = _samples_by_rank(loaders)
     if not samples:

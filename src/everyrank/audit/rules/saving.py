@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
 
 __all__ = ["check_saving"]
+
+_OPTIMIZER = re.compile(r"optim(?!al|um|ized|ised|ization|isation)")  # the key of an optimizer; not "optimal_threshold"
 
 
 def check_saving(evidence: Evidence, findings: Findings) -> None:
@@ -36,7 +39,7 @@ def _check_content(evidence: Evidence, findings: Findings) -> None:
     """Check that a checkpoint with an optimizer also has the gradient scaler and the schedule, if there are any."""
     for event in evidence.all_of(Save):
         names = " ".join(event.keys).lower()
-        if "optim" in names:
+        if _OPTIMIZER.search(names):
             scales = any(step.loss_scale != 1.0 for step in evidence.of(event.rank, OptimizerStep))
             if scales and "scaler" not in names:
                 text = "the checkpoint has the optimizer, but not the gradient scaler"
