@@ -15,6 +15,9 @@ import torch
 
 from auditing import SCRIPTS, line_numbers_with
 from everyrank.audit import start
+from everyrank.audit.command_line import ScriptCommand, script_command
+from everyrank.audit.script import starts_ranks_itself, user_source
+from everyrank.errors import UsageError
 from processes import Cli
 
 MISTAKE = ("        sampler.set_epoch(epoch)\n", "")
@@ -104,6 +107,54 @@ def test_invalid_arguments_are_refused(cli: Cli, tmp_path: Path, words: tuple[st
     result = cli(tmp_path, "audit", *words)
     assert result.status == 2
     assert message in last_line(result.err)
+
+
+@pytest.mark.parametrize(
+    ("command", "python_args", "processes"),
+    [
+        ("torchrun --no_python --nproc-per-node 2 --virtual-local-rank train.py --x 1", "train.py --x 1", 2),
+        ("accelerate launch --multi-gpu --num-processes 4 -m package.train", "-m package.train", 4),
+        ("accelerate-launch --tpu_cluster train.py", "train.py", None),
+        ("deepspeed --enable_each_rank_log logs --bind_cores_to_rank --num_gpus 2 train.py", "train.py", 2),
+        ("fabric run model --devices 2 train.py", "train.py", 2),
+    ],
+)
+def test_script_in_the_command_of_a_launcher(command: str, python_args: str, processes: int | None) -> None:
+    """Flags without a value must not take the script for their value."""
+    assert script_command(command.split()) == ScriptCommand(python_args.split(), processes)
+
+
+def test_command_of_mpirun_without_python_is_corrected() -> None:
+    with pytest.raises(UsageError, match=r"mpirun -np 2 everyrank audit train\.py --x"):
+        script_command(["mpirun", "-np", "2", "train.py", "--x"])
+
+
+@pytest.mark.parametrize(
+    ("text", "starts_ranks"),
+    [
+        ("seeds = np.random.SeedSequence(0).spawn(4)", False),
+        ("generators = rng.spawn(world_size)", False),
+        ("seeds = seed_sequence.spawn(4); mp.spawn(train, nprocs=2)", True),
+        ("spawn(train, nprocs=2)", True),
+    ],
+)
+def test_spawned_seeds_are_no_ranks(text: str, starts_ranks: bool) -> None:
+    """A script that starts its ranks itself is started as a single process."""
+    assert starts_ranks_itself(text) is starts_ranks
+
+
+def test_imported_file_that_cannot_be_read_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("import helper\n")
+    (tmp_path / "helper.py").touch()
+    read_text = Path.read_text
+
+    def refused(path: Path, *args: Any, **options: Any) -> str:
+        if path.name == "helper.py":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_text(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    assert "import helper" in user_source(tmp_path / "train.py")
 
 
 UNAUDITABLE_SCRIPTS = [

@@ -16,8 +16,12 @@ from typing import Any
 import pytest
 
 from auditing import SCRIPTS, line_numbers_with
+from everyrank.audit import examine
+from everyrank.audit.events import Stopped
+from everyrank.audit.evidence import Evidence
 from everyrank.audit.external_launch import external_rank, shared_folder
-from everyrank.errors import EveryrankError
+from everyrank.audit.start import ScriptRun
+from everyrank.errors import EveryrankError, UsageError
 from processes import Cli, RunningCommand, free_port, wait_for_marked_processes
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in Linux's /proc")
@@ -276,6 +280,55 @@ def test_exit_status_of_the_ended_rank_is_printed(crash: str, cli: Cli, tmp_path
     assert result.status == 4, result.err
     assert "rank 1" in last_line(result.err)
     assert "status 3" in last_line(result.err)
+
+
+GLOO_ERROR = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
+TRACKER_ERROR = "ConnectionRefusedError: [Errno 111] Connection refused"
+TRACEBACK = "Traceback (most recent call last):\n  File 'x', line 1\n"
+
+
+@pytest.mark.parametrize(
+    ("codes", "outputs", "expected"),
+    [
+        ((None, -9), ("loss 0.4", "loss 0.3"), r"rank 1: .*SIGKILL .*loss 0\.3"),
+        ((1, -11), (f"{TRACEBACK}{GLOO_ERROR}", ""), "rank 1: .*SIGSEGV"),
+        ((1, 1), (f"{TRACEBACK}{GLOO_ERROR}", f"{TRACEBACK}{TRACKER_ERROR}"), "rank 1: ConnectionRefusedError"),
+        ((1, 1), (f"{TRACEBACK}{TRACKER_ERROR}", f"{TRACEBACK}{GLOO_ERROR}"), "rank 0: ConnectionRefusedError"),
+        (
+            (1,),
+            (f"{TRACEBACK}KeyError: 'lr'\n\nanother exception\n\n{TRACEBACK}Stop: why\n[W1] a log",),
+            "rank 0: Stop: why",
+        ),
+        ((3,), ("epoch 2 loss 0.4",), "rank 0: .* exit status 3; its last line: epoch 2 loss"),
+    ],
+)
+def test_error_names_the_rank_and_the_cause(
+    codes: tuple[int | None, ...], outputs: tuple[str, ...], expected: str, tmp_path: Path
+) -> None:
+    """A lost connection to another rank is only a consequence, unlike one to another server."""
+    error = examine._script_error(ScriptRun(tmp_path, len(codes), "failed", codes, outputs, 1.0))
+    assert re.match(expected, str(error)), error
+
+
+@pytest.mark.parametrize(
+    ("output", "is_over"),
+    [
+        (f"{TRACEBACK}{GLOO_ERROR}\nTraining failed", True),
+        (f"{TRACKER_ERROR}, retrying\n{TRACEBACK}ValueError: boom", False),
+    ],
+)
+def test_rank_that_fails_after_the_end_of_the_others(output: str, is_over: bool, tmp_path: Path) -> None:
+    """The audit has ended rank 0. The error of rank 1 is ignored only if it has lost rank 0."""
+    run = ScriptRun(tmp_path, 2, "failed", (0, 1), ("", output), 1.0)
+    evidence = Evidence(run, [0, 1], {0: [Stopped(rank=0)], 1: []})
+    assert examine._has_seen_enough(run, evidence) is is_over
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "x"}, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}])
+def test_wrong_rank_in_the_environment_is_refused(variables: dict[str, str]) -> None:
+    with pytest.raises(UsageError):
+        external_rank(variables)
+    assert external_rank({"RANK": ""}) is None
 
 
 # --- a shared folder created by another user

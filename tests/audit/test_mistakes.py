@@ -77,6 +77,9 @@ MUTATIONS = [
     ("classifier", "            optimizer.zero_grad()\n",
      "            optimizer.zero_grad()\n            nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n",
      "clip.nothing", "nn.utils.clip_grad_norm_("),
+    ("classifier", "            optimizer.step()\n",
+     "            optimizer.step()\n            nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n",
+     "clip.late", "nn.utils.clip_grad_norm_("),
     ("flat", "model.clip_grad_norm_(0.5)", "nn.utils.clip_grad_norm_(model.parameters(), 0.5)", "clip.local",
      "nn.utils.clip_grad_norm_("),
     ("classifier", "            loss.backward()", "            (loss / world_size).backward()",
@@ -374,6 +377,21 @@ def failures_and_warnings(audit: Audit) -> list[Finding]:
 
 # correct variants: (script, original text, replacement)
 CORRECT_VARIANTS = [
+    (  # the norm of the gradients for a log, after the step
+        "classifier",
+        "            optimizer.step()\n",
+        "            optimizer.step()\n            nn.utils.clip_grad_norm_(model.parameters(), float('inf'))\n",
+    ),
+    (  # the second optimizer steps with the gradients that are clipped after the step of the first
+        "stream",
+        ("SGD(model.parameters(), lr=0.05)\n", "optimizer.zero_grad()", "            optimizer.step()\n"),
+        (
+            "SGD(model[0].parameters(), lr=0.05)\n    second = torch.optim.SGD(model[2].parameters(), lr=0.05)\n",
+            "model.zero_grad()",
+            "            optimizer.step()\n"
+            "            nn.utils.clip_grad_norm_(model[2].parameters(), 0.01)\n            second.step()\n",
+        ),
+    ),
     *(  # each rank has its own part of the data, even if one sample is in all parts
         (
             "classifier",

@@ -24,6 +24,7 @@ for rows in own.split(12):
     loss = F.cross_entropy(model(x[rows]), y[rows])
     optimizer.zero_grad()
     loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     # in the loop
 together = model(x).softmax(1).detach()
@@ -42,4 +43,43 @@ def test_ensemble_is_a_warning(python: ForkServer, tmp_path: Path, added_line: s
     path.write_text(SCRIPT.replace("# in the loop", added_line))
     audit = audit_forked_script(python, tmp_path, path)
     levels = {finding.rule: finding.level for finding in audit.findings}
-    assert levels["gradient.local"] == levels["replicas.drift"] == level
+    assert levels["gradient.local"] == levels["replicas.drift"] == levels["clip.local"] == level
+
+
+CROSS_VALIDATION = """
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+x = torch.randn(120, 6, generator=torch.Generator().manual_seed(1))
+data, samples = TensorDataset(x, x[:, :3].argmax(1)), torch.arange(120)
+torch.manual_seed(50 + rank)
+model = nn.Linear(6, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+is_held_out = samples // 30 == rank
+training = DataLoader(Subset(data, samples[~is_held_out].tolist()), 15, shuffle=True)
+held_out = DataLoader(Subset(data, samples[is_held_out].tolist()), 10)
+for epoch in range(2):
+    for inputs, labels in training:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    hits = torch.zeros(1)
+    with torch.no_grad():
+        for inputs, labels in held_out:
+            hits += (model.eval()(inputs).argmax(1) == labels).sum()
+    model.train()
+dist.all_reduce(hits)
+print(hits / 60)
+dist.destroy_process_group()
+"""
+
+
+def test_cross_validation_is_a_warning(python: ForkServer, tmp_path: Path) -> None:
+    """Each rank trains on other samples than it evaluates, and on those that another rank evaluates."""
+    path = tmp_path / "train.py"
+    path.write_text(CROSS_VALIDATION)
+    levels = {finding.rule: finding.level for finding in audit_forked_script(python, tmp_path, path).findings}
+    assert levels["data.split"] == levels["eval.shard"] == "WARN"
+    assert "FAIL" not in levels.values()

@@ -13,7 +13,7 @@ import everyrank.relations
 import everyrank.relations.compare as compare_module
 from everyrank.audit import Audit, AuditOptions, Finding
 from everyrank.commands.audit import _compared
-from everyrank.errors import CannotRunError
+from everyrank.errors import CannotRunError, UsageError
 from everyrank.relations import RelationResults, with_comparison, with_resume, with_settings
 
 OPTIONS = AuditOptions()
@@ -68,6 +68,26 @@ def test_reason_for_no_comparison_is_reported_only_on_request(
     result = _compared(AUDIT, ["train.py"], OPTIONS, argparse.Namespace(compare=flag, only_compare=False))
     assert result is not None
     assert result.unchecked == unchecked
+
+
+def test_only_compare_passes_pretend_cuda_and_refuses_what_cannot_be_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A script that starts its ranks itself would start all of them on each rank."""
+    path, args = tmp_path / "train.py", argparse.Namespace(compare=None, only_compare=True)
+    path.write_text("pass\n")
+    used: dict[str, Any] = {}
+
+    def compare(*_: object, **options: Any) -> RelationResults:
+        used.update(options)
+        return RelationResults((), (), 1.0)
+
+    monkeypatch.setattr(compare_module, "compare_script", compare)
+    assert _compared(None, [str(path)], AuditOptions(pretend_cuda=True), args) is not None
+    assert used["pretend_cuda"] is True
+    path.write_text("import torch.multiprocessing as mp\nmp.spawn(print)\n")
+    with pytest.raises(UsageError, match="starts its ranks itself"):
+        _compared(None, [str(path)], AuditOptions(), args)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,10 @@ def script_command(command_line: Sequence[str]) -> ScriptCommand:
     if launcher == "torchrun":
         return _after_torchrun(command_line[1:])
     if launcher in ("accelerate", "fabric", "lightning") and command_line[1:2] in (["launch"], ["run"]):
-        return _after_launcher(command_line[2:], _ACCELERATE_SWITCHES, ("--num_processes", "--devices"))
+        start = 3 if command_line[2:3] == ["model"] else 2  # `fabric run model` in old versions of Lightning
+        return _after_launcher(command_line[start:], _ACCELERATE_SWITCHES, ("--num_processes", "--devices"))
+    if launcher == "accelerate-launch":
+        return script_command(["accelerate", "launch", *command_line[1:]])
     if launcher == "deepspeed":
         return _after_launcher(command_line[1:], _DEEPSPEED_SWITCHES, ("--num_gpus",))
     if launcher in ("srun", "mpirun", "mpiexec", "horovodrun"):
@@ -53,14 +56,20 @@ def script_command(command_line: Sequence[str]) -> ScriptCommand:
     return ScriptCommand(command_line)
 
 
-_TORCHRUN_SWITCHES = {"--standalone", "--no-python", "--run-path", "--use-agent-store", "--use-env", "--use_env"}
+_TORCHRUN_SWITCHES = {"--standalone", "--no_python", "--run_path", "--use_agent_store", "--use_env"}
+_TORCHRUN_SWITCHES |= {"--virtual_local_rank"}
 _ACCELERATE_SWITCHES = {
     *("--cpu", "--multi_gpu", "--tpu", "--use_mps_device", "--use_deepspeed", "--use_fsdp", "--use_megatron_lm"),
     *("--use_xpu", "--ipex", "--quiet", "-q", "--no_python", "--debug", "--same_network", "--dynamo_use_fullgraph"),
     *("--dynamo_use_dynamic", "--enable_cpu_affinity", "--downcast_bf16", "--tpu_use_cluster", "--use_fp8"),
+    *("--tpu_cluster", "--no_tpu_cluster", "--tpu_use_sudo", "--dynamo_use_regional_compilation"),
+    *("--use_parallelism_config", "--fp8_use_autocast_during_eval"),
 }
-_DEEPSPEED_SWITCHES = {"--no_python", "--no_local_rank", "--save_pid", "--force_multi", "--enable_each_rank_log"}
-"""Flags without a value; all other flags have one."""
+_DEEPSPEED_SWITCHES = {
+    *("--no_python", "--no_local_rank", "--save_pid", "--force_multi", "--elastic_training", "--no_ssh_check"),
+    *("--no_ssh", "--bind_cores_to_rank"),
+}
+"""Flags without a value; all other flags have one. The launchers accept each flag with `-` for `_`, too."""
 
 
 def _is_binary(path: Path) -> bool:
@@ -91,7 +100,7 @@ def _after_python(args: list[str]) -> ScriptCommand:
 
 
 def _after_torchrun(args: list[str]) -> ScriptCommand:
-    return _after_launcher(args, _TORCHRUN_SWITCHES, ("--nproc-per-node", "--nproc_per_node"))
+    return _after_launcher(args, _TORCHRUN_SWITCHES, ("--nproc_per_node",))
 
 
 def _after_launcher(args: list[str], switches: set[str], process_flags: Sequence[str]) -> ScriptCommand:
@@ -99,6 +108,7 @@ def _after_launcher(args: list[str], switches: set[str], process_flags: Sequence
     index, is_module, processes = 0, False, None
     while index < len(args) and args[index].startswith("-"):
         flag, equals, value = args[index].partition("=")
+        flag = flag[:2] + flag[2:].replace("-", "_")
         index += 1
         if flag in ("-m", "--module"):
             is_module = True
@@ -114,7 +124,8 @@ def _after_launcher(args: list[str], switches: set[str], process_flags: Sequence
 def _raise_outer_launcher(command_line: list[str]) -> None:
     """Raise an error with the command to type for a launcher that has to start the audit of each rank."""
     start = next(
-        (index for index, arg in enumerate(command_line) if re.fullmatch(r"(.*/)?python[\d.]*", arg)), len(command_line)
+        (index for index, arg in enumerate(command_line) if re.fullmatch(r"(.*/)?python[\d.]*|.+\.py", arg)),
+        len(command_line),
     )
     script = script_command(command_line[start:]).python_args if start < len(command_line) else ["train.py"]
     corrected_command = shlex.join([*command_line[:start], "everyrank", "audit", *script])

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from everyrank.audit.events import (
     Backward,
     BackwardEnd,
+    Clip,
     CollectiveCall,
+    EvalForward,
     Event,
     Forward,
     ForwardEnd,
@@ -127,6 +129,29 @@ class Evidence:
             kinds_by_rank[rank] = kinds
         return kinds_by_rank
 
+    def evaluation_forwards(self, rank: int) -> list[EvalForward]:
+        """The forwards without gradients that evaluate a model.
+
+        Forwards in train mode of a training step are left out, such as those of a generator before the discriminator's
+        backward. So are forwards in train mode on batches of a training loader, such as those of `update_bn`.
+        """
+        trained_loaders = {loader for (loader, _), kind in self.epochs[rank].items() if kind == "train"}
+        forwards: list[EvalForward] = []
+        before_backward: list[EvalForward] = []  # in train mode, since the last batch of a training epoch
+        last_epoch: EpochKey | None = None
+        for event in self.events[rank]:
+            if isinstance(event, LoaderBatch):
+                forwards += before_backward
+                before_backward, last_epoch = [], (event.loader, event.epoch)
+            elif isinstance(event, Backward):
+                before_backward = []
+            elif isinstance(event, EvalForward):
+                if not event.is_training or last_epoch is None or last_epoch[0] not in trained_loaders:
+                    forwards.append(event)
+                elif self.epochs[rank][last_epoch] == "train":
+                    before_backward.append(event)
+        return [*forwards, *before_backward]
+
     def loaders(self, rank: int) -> dict[EpochKey, LoaderEpoch]:
         """The epochs of all loaders of a rank."""
         return {(event.loader, event.epoch): event for event in self.of(rank, LoaderEpoch)}
@@ -143,7 +168,11 @@ class Evidence:
         return by_rank
 
     def samples(self, rank: int, update: int) -> GradientSamples | None:
-        """The gradients of an update on a rank; None if the rank has not written them."""
+        """The gradients of an update on a rank; None if the rank has not written them.
+
+        Also None if gradients were clipped before the backward, for example after the step before or in an earlier call
+        of a closure, and again after it: the hooks keep only the gradients before the first clipping.
+        """
         path = self.run.folder / f"rank{rank}.update{update}.npz"
         if not path.exists():
             return None
@@ -157,7 +186,31 @@ class Evidence:
                     samples.backwards.setdefault(int(micro), {})[name] = arrays[key]
                 else:
                     by_kind[kind][name] = arrays[key]
+        # an optimizer without a backward of its own steps with the gradients of an earlier one
+        has_backward = any(backward.update == update for backward in self.of(rank, Backward))
+        clips = [clip.micro for clip in self.of(rank, Clip) if clip.update == update]
+        first_backward = min(samples.backwards, default=-1)
+        if has_backward and clips and min(clips) <= first_backward:
+            if max(clips) > first_backward:
+                return None
+            samples.clipped.clear()
         return samples
+
+    @functools.cached_property
+    def late_clips(self) -> list[Clip]:
+        """The clippings between an optimizer step and the next backward, so that no step uses what they change."""
+        late_clips: list[Clip] = []
+        for rank in self.ranks:
+            after_step: list[Clip] = []  # since the last step, if there was no backward since then
+            for event in self.events[rank]:
+                if isinstance(event, Clip) and not event.micro and event.update:
+                    after_step.append(event)
+                elif isinstance(event, OptimizerStep):
+                    after_step = []  # a second optimizer uses these gradients
+                elif isinstance(event, Backward):
+                    late_clips += after_step
+                    after_step = []
+        return late_clips
 
     def replayed(self, update: int) -> dict[str, dict[str, NDArray[np.float64]]]:
         """The gradients of a replayed update, by kind (see `replay.run`) and name."""
@@ -312,20 +365,25 @@ class Evidence:
     def _are_equal(self) -> list[bool]:
         """For each update, whether all ranks begin it with equal parameters."""
         return [
-            all(step.checksums == steps[self.ranks[0]].checksums for step in steps.values())
+            all(_checksums(step) == _checksums(steps[self.ranks[0]]) for step in steps.values())
             for steps in self.steps.values()
         ]
 
     @property
     def _starts_unequal(self) -> bool:
-        """Whether the ranks have different weights under the same names before their first update."""
+        """Whether the ranks have different weights before their first update."""
         first_steps = next(iter(self.steps.values()), {})
-        return any(step.checksums != first_steps[self.ranks[0]].checksums for step in first_steps.values())
+        return any(_checksums(step) != _checksums(first_steps[self.ranks[0]]) for step in first_steps.values())
 
     @functools.cached_property
     def calls_by_rpc(self) -> bool:
         """Whether the script uses RPC. Its calls are not recorded, so it is unknown which updates belong together."""
         return any(self.all_of(RpcStarted))
+
+
+def _checksums(step: OptimizerStep) -> list[int]:
+    """The checksums of an optimizer's parameters, in order. A rank that steps before a forward has no names yet."""
+    return list(step.checksums.values())
 
 
 def are_cut_off(loaders: Iterable[LoaderEpoch]) -> bool:
@@ -360,7 +418,7 @@ def read_evidence(run: ScriptRun) -> Evidence:
         rows[0] = unranked
     else:  # events from before the process group was open
         file_ranks = {row["file"]: rank for rank, rank_rows in rows.items() for row in rank_rows}
-        for row in unranked:
+        for row in reversed(unranked):
             if row["file"] in file_ranks:
                 rows[file_ranks[row["file"]]].insert(0, row)
             elif row["kind"] == Stopped.__name__:  # written by an RPC server that has ended these ranks

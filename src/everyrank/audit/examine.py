@@ -43,8 +43,9 @@ from everyrank.audit.script import (
 from everyrank.audit.start import ScriptRun, rank_environments, run_script
 from everyrank.audit.watch.recorder import Settings
 from everyrank.audit.watch.source_location import is_user_file
-from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, shortened
+from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, shortened, signal_text
 from everyrank.launch.rank_info import RankInfo
+from everyrank.launch.stalled_ranks import lost_another
 from everyrank.workload.scan import workload_names
 
 __all__ = ["Audit", "AuditOptions", "ScriptFailedError", "audit_script", "judge_run"]
@@ -52,6 +53,11 @@ __all__ = ["Audit", "AuditOptions", "ScriptFailedError", "audit_script", "judge_
 _SEPARATE_MODELS_HINT = (
     "ignore this if each rank is to train a model of its own, as in an ensemble or a cross-validation"
 )
+_RULES_FOR_ONE_MODEL = (
+    *("gradient.local", "clip.local", "replicas.", "eval.shard"),
+    *("data.rows", "data.overlap", "data.same", "data.split"),
+)
+"""Rules whose findings are no mistakes if each rank trains a model of its own."""
 _FIRST_BATCHES = 4  # batches of a shortened epoch before its last one
 _REPLAYED_UPDATES = 3
 _NEEDS_RANK_VARIABLES = re.compile(
@@ -61,7 +67,9 @@ _NEEDS_CUDA = re.compile(
     r"not compiled with CUDA|no NVIDIA driver|CUDA is not available|CUDA-capable|_cuda_\w+|ATen_cuda", re.IGNORECASE
 )
 _TAIL_LINES = 14  # of a traceback
-_LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|recvValue failed", re.IGNORECASE)
+# the backend cannot connect to a rank that has ended; the user's code may lose other connections
+_REFUSED_BY_PEER = re.compile(r"(gloo|nccl|c10d|\bDist\w*Error|SocketImpl).*connection refused", re.IGNORECASE)
+_ERROR_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Warning)\b")
 _TRACEBACK_FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
 
 
@@ -341,7 +349,7 @@ def _apply_rules(evidence: Evidence) -> Findings:
     for rule in RULES:
         rule.check(evidence, findings)
     if evidence.has_separate_models:
-        findings.downgrade_failures(("gradient.local", "replicas.", "data.rows", "data.overlap"), _SEPARATE_MODELS_HINT)
+        findings.downgrade_failures(_RULES_FOR_ONE_MODEL, _SEPARATE_MODELS_HINT)
     return findings
 
 
@@ -411,7 +419,14 @@ def _has_seen_enough(run: ScriptRun, evidence: Evidence) -> bool:
     if len(ended_ranks) == len(evidence.ranks) or evidence.calls_by_rpc:  # with RPC the first rank ends all
         return bool(ended_ranks)
     failed_ranks = _failed_by_themselves(run)
-    return bool(ended_ranks and failed_ranks) and all(_LOST_PEER.search(run.outputs[rank]) for rank in failed_ranks)
+    return bool(ended_ranks and failed_ranks) and all(
+        any(map(_has_lost_peer, run.outputs[rank].splitlines())) for rank in failed_ranks
+    )
+
+
+def _has_lost_peer(line: str) -> bool:
+    """Whether a line of output is the error of a rank that has lost its connection to another rank."""
+    return lost_another(line) or _REFUSED_BY_PEER.search(line) is not None
 
 
 def _failed_by_themselves(run: ScriptRun) -> list[int]:
@@ -434,17 +449,21 @@ def _script_error(run: ScriptRun) -> ScriptFailedError:
     """The error of the script with its line and message. Writes the output of each rank to a folder."""
     failed_ranks = _failed_by_themselves(run)
     # a rank that failed because it lost its connection to another rank is not the cause
-    causing_ranks = [
-        rank for rank in failed_ranks if not _LOST_PEER.search(_last_error(run.outputs[rank].splitlines()))
-    ]
-    rank = next(iter([*causing_ranks, *failed_ranks]), 0)
+    causing_ranks = [rank for rank in failed_ranks if not _has_lost_peer(_last_error(run.outputs[rank].splitlines()))]
+    killed_ranks = [rank for rank, code in enumerate(run.codes) if code is not None and code < 0]
+    rank = next(iter([*causing_ranks, *killed_ranks, *failed_ranks]), 0)
     lines = [line for line in run.outputs[rank].splitlines() if line.strip()]
     frames = [frame for frame in _TRACEBACK_FRAME.findall(run.outputs[rank]) if is_user_file(frame[0])]
-    prefix = ""
-    if frames:
+    code, last_line = run.codes[rank], (lines or [""])[-1].strip()
+    prefix, message = "", _last_error(lines)
+    if code is not None and code < 0:
+        message = f"the script was ended by {signal_text(-code)}" + (f"; its last line: {last_line}" if lines else "")
+    elif not message:
+        ending = f"; its last line: {last_line}" if lines else " and printed nothing"
+        message = f"the script ended with exit status {code}{ending}"
+    elif frames:
         file, line, function = frames[-1]
         prefix = f"{short_location(file)}:{line}{f' in {function}' if function else ''}: "
-    message = _last_error(lines) or f"the script ended with exit status {run.codes[rank]} and printed nothing"
     return ScriptFailedError(f"rank {rank}: {prefix}{shortened(message)}", _saved_outputs(run, rank), _tail(lines))
 
 
@@ -465,11 +484,15 @@ def _saved_outputs(run: ScriptRun, failed_rank: int) -> Path | None:
 
 
 def _last_error(lines: Sequence[str]) -> str:
-    """The last line that looks like an exception; if there is none, the last line."""
-    errors = [
-        line for line in lines if re.match(r"(\[rank\d+\]: ?)?[A-Za-z_][\w.]*(Error|Exception|Exit|Warning)\b", line)
-    ]
-    return (errors or list(lines[-1:]) or [""])[-1].strip()
+    """The exception of the last traceback, without a prefix such as "[rank0]: ". "" if there is no exception.
+
+    Without a traceback it is the last line that looks like an exception.
+    """
+    texts = [re.sub(r"^\[rank\d+\]: ?", "", line).rstrip() for line in lines]
+    start = max((index for index, text in enumerate(texts) if "Traceback (most recent call last)" in text), default=-1)
+    after_traceback = (text for text in texts[start + 1 :] if text and not text[0].isspace())
+    error_lines = [text for text in texts if _ERROR_LINE.match(text)]
+    return next(after_traceback, "") if start >= 0 else (error_lines or [""])[-1]
 
 
 def _raise_never_trained(python_args: Sequence[str], run: ScriptRun, evidence: Evidence, options: AuditOptions) -> None:

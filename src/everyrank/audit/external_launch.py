@@ -23,7 +23,7 @@ from everyrank.audit.start import ScriptRun
 from everyrank.errors import CannotRunError, RankFailedError
 from everyrank.launch.environments import rank_info_from_environment
 from everyrank.launch.host_info import start_time
-from everyrank.launch.rank_info import RankInfo
+from everyrank.launch.rank_info import RankInfo, whole_number
 from everyrank.launch.supervisor import write_whole
 
 __all__ = ["external_rank", "gather_runs", "remove_shared_folder", "shared_folder"]
@@ -38,10 +38,10 @@ _LAUNCH_VARIABLES = (
 
 def external_rank(environment: Mapping[str, str]) -> RankInfo | None:
     """Return the rank of this process if a launcher or the user has started several ranks, otherwise None."""
-    if "RANK" in environment:
-        rank, size = int(environment["RANK"]), int(environment.get("WORLD_SIZE", "1"))
-        local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
-        return RankInfo(rank, rank % local_size, size, local_size, "env", "") if size > 1 else None
+    if environment.get("RANK"):
+        rank, size = whole_number(environment, "RANK", "0"), whole_number(environment, "WORLD_SIZE", "1")
+        local_size = whole_number(environment, "LOCAL_WORLD_SIZE", str(size))
+        return RankInfo(rank, rank % max(local_size, 1), size, local_size, "env", "") if size > 1 else None
     # WORLD_SIZE without RANK would be an error here, but a script that starts its own ranks may set it
     info = rank_info_from_environment({name: value for name, value in environment.items() if name != "WORLD_SIZE"})
     return info if info is not None and info.size > 1 else None

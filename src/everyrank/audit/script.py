@@ -29,6 +29,10 @@ _STARTS_RANKS = re.compile(
     r"\b(mp|multiprocessing)\.(spawn|start_processes)\(|\bstart_processes\(|\bspawn\(|^\s*(import|from) ray\b",
     re.MULTILINE,
 )
+# numpy's SeedSequence.spawn and Generator.spawn, for a seed of each worker
+_SPAWNS_SEEDS = re.compile(
+    r"(SeedSequence|default_rng)\([^()\n]*\)\.spawn\(|\b\w*(seed|seq|rng|gen)\w*\.spawn\(|\bss\.spawn\(", re.IGNORECASE
+)
 _STARTS_PROCESSES = re.compile(r"\bProcess\(\s*target\s*=")
 _IS_DISTRIBUTED = re.compile(
     r"torch\.distributed|init_process_group|LOCAL_RANK|WORLD_SIZE|DistributedDataParallel|\bdeepspeed\b|\bhorovod\b"
@@ -108,7 +112,7 @@ def user_source(script: Path) -> str:
         path = queue.pop()
         if path in texts or not path.is_file():
             continue
-        texts[path] = text = path.read_text(encoding="utf-8-sig", errors="replace")
+        texts[path] = text = _text(path)
         for dots, source, names, plain_import in _IMPORT.findall(text):
             name = source or plain_import
             folder = path.parent
@@ -126,11 +130,14 @@ def user_source(script: Path) -> str:
 
 def are_distributed(files: Iterable[str]) -> bool:
     """Whether one of these files uses torch.distributed or a framework that does."""
-    for file in files:
-        with contextlib.suppress(OSError):
-            if is_distributed(Path(file).read_text(encoding="utf-8-sig", errors="replace")):
-                return True
-    return False
+    return any(is_distributed(_text(Path(file))) for file in files)
+
+
+def _text(path: Path) -> str:
+    """The text of a file; "" if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8-sig", errors="replace")
+    return ""
 
 
 def enough_gpus(ranks: int, devices: Path = Path("/dev")) -> bool:
@@ -152,6 +159,7 @@ def without_gpus(ranks: int, devices: Path = Path("/dev")) -> dict[str, str]:
 
 def starts_ranks_itself(text: str) -> bool:
     """Whether the script starts its ranks itself, so that the audit starts a single process."""
+    text = _SPAWNS_SEEDS.sub("", text)
     starts_processes = _STARTS_PROCESSES.search(text) is not None
     opens_group = "init_process_group" in text and ("MASTER_ADDR" in text or "init_method" in text)
     return _STARTS_RANKS.search(text) is not None or (starts_processes and opens_group)

@@ -215,8 +215,11 @@ def _compared(
 ) -> Audit | None:
     """Return the audit with the findings of a comparison of the ranks with one rank."""
     if args.only_compare:
-        from everyrank.relations import audit_by_relations
+        from everyrank.relations import audit_by_relations, why_not_compared
 
+        why_not = why_not_compared(python_args, options, os.environ)
+        if why_not:
+            raise UsageError(f"--only-compare: {why_not}")
         return audit_by_relations(python_args, options)
     if audit is None:
         return None

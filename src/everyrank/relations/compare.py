@@ -438,7 +438,9 @@ def _with_more_runs(
 def audit_by_relations(python_args: Sequence[str], options: AuditOptions) -> Audit:
     """An audit by relations only, without the rules."""
     processes = options.processes or 2
-    comparison = compare_script(python_args, processes, timeout_seconds=options.timeout_seconds)
+    comparison = compare_script(
+        python_args, processes, timeout_seconds=options.timeout_seconds, pretend_cuda=options.pretend_cuda
+    )
     return Audit(
         tuple(python_args),
         processes,

@@ -5,7 +5,7 @@ batches.py       batches that are divided twice
 gradients.py     whether the gradient of an optimizer step is the sum over backwards and ranks
 loss_terms.py    the weight of each loss term in that gradient
 split_layers.py  scale and drift of layers that are split over ranks
-clipping.py      clipping of gradients that are not averaged yet, or still multiplied by the loss scale
+clipping.py      clipping of gradients that are not averaged yet, still multiplied by the loss scale, or used already
 replay.py        the gradient compared with its replay in one process; the effect of batch norm
 replicas.py      parameters and buffers that differ between ranks
 evaluation.py    samples that an evaluation counts twice, leaves out, or weights wrongly

@@ -1,11 +1,14 @@
-"""Checks that gradients are clipped after they are averaged over the ranks, and after the loss scale is removed."""
+"""Checks that gradients are clipped before the step, after they are averaged, and without the loss scale."""
 
 from __future__ import annotations
 
+import ast
 import math
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from everyrank.audit.data_flow import called_name, read_source
 from everyrank.audit.events import Clip, CollectiveCall
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
@@ -18,7 +21,7 @@ _MIN_UPDATES = 3  # that have to agree
 
 
 def check_clipping(evidence: Evidence, findings: Findings) -> None:
-    """Check the loss scale of clipped gradients, and whether all ranks clip by the same norm."""
+    """Check the loss scale of clipped gradients, whether a step uses them, and whether all ranks clip by one norm."""
     for event in evidence.all_of(Clip):
         if event.scale != 1.0:
             findings.add(
@@ -29,12 +32,17 @@ def check_clipping(evidence: Evidence, findings: Findings) -> None:
                 "call scaler.unscale_(optimizer) before clip_grad_norm_",
             )
     _check_nothing_clipped(evidence, findings)
+    _check_late(evidence, findings)
     if evidence.is_split:
         _check_split_norm(evidence, findings)
         return
-    for events in zip(*(evidence.of(rank, Clip) for rank in evidence.ranks), strict=False):
+    if evidence.averages_parameters:
+        return  # each rank steps with its local gradient, which it clips, and the parameters are averaged later
+    calls_by_rank = [_calls_by_number(evidence.of(rank, Clip)) for rank in evidence.ranks]
+    for key in calls_by_rank[0]:
+        events = [calls[key] for calls in calls_by_rank if key in calls]
         norms = [event.norm for event in events if event.norm is not None and math.isfinite(event.norm)]
-        if len(norms) == len(events) > 1 and max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
+        if len(norms) == evidence.world_size > 1 and max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
             findings.add(
                 "FAIL",
                 "clip.local",
@@ -43,6 +51,16 @@ def check_clipping(evidence: Evidence, findings: Findings) -> None:
                 "are not averaged yet, or each rank computes the norm of its shard",
                 "clip after the last backward of an update, which averages the gradients",
             )
+
+
+def _calls_by_number(events: Sequence[Clip]) -> dict[tuple[str, int, int], Clip]:
+    """The calls by line, update and number in the update: one rank may have more calls, for example for its log."""
+    numbers: Counter[tuple[str, int]] = Counter()
+    calls: dict[tuple[str, int, int], Clip] = {}
+    for event in events:
+        calls[event.line, event.update, numbers[event.line, event.update]] = event
+        numbers[event.line, event.update] += 1
+    return calls
 
 
 def _check_nothing_clipped(evidence: Evidence, findings: Findings) -> None:
@@ -61,6 +79,43 @@ def _check_nothing_clipped(evidence: Evidence, findings: Findings) -> None:
                 "calls",
                 "clip between backward and step; with DeepSpeed, set gradient_clipping in its configuration",
             )
+
+
+def _check_late(evidence: Evidence, findings: Findings) -> None:
+    """Find clipping after the optimizer step, which has no effect, because each step uses gradients of new backwards.
+
+    A call with an infinite limit clips nothing: it only returns the norm, for a log.
+    """
+    late_calls: dict[str, list[Clip]] = defaultdict(list)
+    for event in evidence.late_clips:
+        if event.norm and not _is_carried(evidence, event):
+            late_calls[event.line].append(event)
+    for line, events in late_calls.items():
+        num_others = sum(event.line == line and event.micro > 0 for event in evidence.all_of(Clip))
+        if len(events) >= _MIN_UPDATES and not num_others and not _names_infinity(line):
+            findings.add(
+                "WARN",
+                "clip.late",
+                line,
+                f"in all {len(events)} calls the gradients are clipped after the optimizer step, and no later step uses"
+                " them; ignore this if only the norm is used",
+                "clip between backward and step",
+            )
+
+
+def _is_carried(evidence: Evidence, clip: Clip) -> bool:
+    """Whether the next backward adds its gradient to the clipped one, because zero_grad is not called."""
+    samples = evidence.samples(clip.rank, clip.update)
+    return samples is not None and any(value.any() for value in samples.carried.values())
+
+
+def _names_infinity(location: str) -> bool:
+    """Whether the call at this location has an infinite argument."""
+    path, _, number = location.rpartition(":")
+    source = read_source(path)
+    statement = source.at(int(number)) if source is not None else None
+    calls = [ast.unparse(call) for call in statement.calls if "clip" in called_name(call)] if statement else []
+    return any(re.search(r"\binf(inity)?\b", call, re.IGNORECASE) for call in calls)
 
 
 def _check_split_norm(evidence: Evidence, findings: Findings) -> None:

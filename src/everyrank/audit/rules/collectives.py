@@ -75,7 +75,7 @@ def _compare(evidence: Evidence, calls: dict[int, list[CollectiveCall]], finding
             "collective.missing",
             events[num_common].line,
             f"{_describe_call(rank, events[num_common])}, but rank {', '.join(map(str, missing_ranks))} never does: "
-            + "; ".join(f"rank {other} was at {evidence.stopped_at(other) or '?'}" for other in missing_ranks),
+            + "; ".join(f"rank {other} was at {short_location(evidence.stopped_at(other))}" for other in missing_ranks),
             "call it equally often on all ranks: loaders of different lengths need Join, drop_last, or a common length",
             tuple(calls[other][-1].line for other in missing_ranks),
         )
@@ -102,7 +102,7 @@ def _explain_hang(evidence: Evidence, findings: Findings) -> None:
     if findings.has("collective."):
         return
     lines = {rank: evidence.stopped_at(rank) for rank in evidence.ranks}
-    text = "; ".join(f"rank {rank} was at {short_location(line) if line else '?'}" for rank, line in lines.items())
+    text = "; ".join(f"rank {rank} was at {short_location(line)}" for rank, line in lines.items())
     first_line = next((line for line in lines.values() if line), "")
     fix = "find out why one rank does not reach the line where the other ranks wait"
     findings.add("FAIL", "run.hangs", first_line, f"the run hangs: {text}", fix)

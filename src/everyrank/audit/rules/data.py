@@ -13,6 +13,8 @@ from everyrank.audit.finding import Findings, short_location
 __all__ = ["check_data"]
 
 _MIN_COMMON_SHARE = 0.9  # of the samples
+# parts of the names of samplers that repeat samples: repeated augmentation is that of DeiT and timm
+_REPEATING_SAMPLERS = ("Weighted", "RASampler", "RepeatAug")
 _MAX_SHORT_EPOCH = 8  # samples: too few to judge their order
 
 
@@ -126,7 +128,7 @@ def _are_disjoint(loaders: Mapping[int, LoaderEpoch]) -> bool:
 def _check_indices(evidence: Evidence, loaders: Mapping[int, LoaderEpoch], findings: Findings) -> None:
     """Compare the indices that the samplers of the ranks draw in one epoch."""
     first_loader = next(iter(loaders.values()))
-    if len(loaders) < 2 or "Weighted" in first_loader.sampler:
+    if len(loaders) < 2 or any(name in first_loader.sampler for name in _REPEATING_SAMPLERS):
         return
     samples = _samples_by_rank(loaders)
     if not samples:
@@ -293,7 +295,7 @@ def _check_epochs(evidence: Evidence, epochs: list[LoaderEpoch], findings: Findi
     if epochs[0].content is not None and _give_different_samples(evidence, *epochs[:2]):
         return  # the dataset returns different samples for the same indices in each epoch
     first_order = epochs[0].indices
-    may_be_intended = first_order == sorted(first_order) or epochs[1].shuffles is False
+    may_be_intended = first_order == sorted(first_order, key=_numbers_first) or epochs[1].shuffles is False
     if may_be_intended or epochs[1].sampler_epoch is None:
         findings.add(
             "WARN" if may_be_intended else "FAIL",
@@ -312,6 +314,11 @@ def _check_epochs(evidence: Evidence, epochs: list[LoaderEpoch], findings: Findi
             "call loader.sampler.set_epoch(epoch) before the loop over the loader",
             (epochs[1].line,),
         )
+
+
+def _numbers_first(index: int | str) -> tuple[int, str]:
+    """A key to sort indices, of which some may be texts."""
+    return (0, index) if isinstance(index, str) else (index, "")
 
 
 def _give_different_samples(evidence: Evidence, *epochs: LoaderEpoch) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TypeVar
 
 from everyrank.audit.events import (
@@ -17,6 +19,7 @@ from everyrank.audit.events import (
     ForwardEnd,
     LoaderBatch,
     LoaderEpoch,
+    OptimizerStep,
 )
 from everyrank.audit.evidence import EpochKey, Evidence, are_cut_off
 from everyrank.audit.finding import Findings, short_location
@@ -24,17 +27,19 @@ from everyrank.audit.finding import Findings, short_location
 __all__ = ["check_evaluation", "losses_by_evaluation"]
 
 _MeanEvent = TypeVar("_MeanEvent", EvalLoss, EvalShare)
-_PRINTED_NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
+_PRINTED_NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]?\d{1,9})?")
 # functions of Accelerate and Lightning that send random states and flags, not results
 _CONTROL_FUNCTIONS = {"synchronize_rng_states", "__iter__", "reduce_boolean_decision", "has_len_all_ranks"}
 _CONTROL_COLLECTIVES = ("barrier", "broadcast", "scatter")
 _MIN_DIGITS = 4  # significant digits needed to identify a printed number
+_SUBSET_SAMPLERS = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # may draw a part of the samples
 
 
 def check_evaluation(evidence: Evidence, findings: Findings) -> None:
     """Check loaders under no_grad, the collectives after them, and the numbers that the script prints."""
     normalises = any(event.num_batch_norms for event in evidence.all_of(Forward))
-    for event in evidence.all_of(EvalForward):
+    evaluation_forwards = [event for rank in evidence.ranks for event in evidence.evaluation_forwards(rank)]
+    for event in evaluation_forwards:
         if event.is_training and (normalises or event.num_dropouts):
             findings.add(
                 "WARN",
@@ -56,7 +61,7 @@ def check_evaluation(evidence: Evidence, findings: Findings) -> None:
     evaluation_epochs = dict.fromkeys(
         key for rank in evidence.ranks for key, kind in evidence.epochs[rank].items() if kind == "eval"
     )
-    if not any(not event.is_grad for event in evidence.all_of(Forward)):
+    if not evaluation_forwards:
         findings.add_unchecked("evaluation: the part of the script that ran has none")
     if evidence.world_size > 1 and evidence.sees_functions and not _check_one_rank_evaluates(evidence, findings):
         for key in evaluation_epochs:
@@ -71,10 +76,11 @@ def _check_training_mode(evidence: Evidence, findings: Findings) -> None:
     """Find a model that trains in eval mode after an evaluation."""
     rank = evidence.ranks[0]
     has_dropout = any(forward.num_dropouts for forward in evidence.of(rank, ForwardEnd))
-    was_training = False
+    training_lines: set[str] = set()  # other lines may call other models, which stay in eval mode
     for event in _forwards_with_backward(evidence, rank):
-        was_training |= event.is_training
-        if was_training and not event.is_training and (event.num_batch_norms or has_dropout):
+        if event.is_training:
+            training_lines.add(event.line)
+        elif event.line in training_lines and (event.num_batch_norms or has_dropout):
             findings.add(
                 "FAIL",
                 "train.mode",
@@ -148,11 +154,13 @@ def _check_shards(evidence: Evidence, key: EpochKey, loaders: dict[int, LoaderEp
     if has_split and collectives and first.sampler == "DistributedSampler":
         return  # data.split reports that the ranks split the dataset differently
     if sets[0] == sets[1]:
-        if len(sets[0]) > 2:
+        if len(sets[0]) > 2 and len(sets[0]) == num_samples:
             findings.add("NOTE", "eval.everywhere", line, f"every rank evaluates all {num_samples} samples")
         return
     if not collectives:
         _report_local_result(evidence, key, first, f"{len(sets[0])} of {num_samples}", findings)
+    elif _draws_subset(first):
+        return  # each rank draws some of the samples
     elif total > num_samples and any(evidence.all_of(EvalSlice)):
         findings.add_unchecked("whether repeated samples are counted: the evaluation slices tensors itself")
     elif total > num_samples and not any("gather_for_metrics" in event.library_calls for event in collectives):
@@ -162,12 +170,15 @@ def _check_shards(evidence: Evidence, key: EpochKey, loaders: dict[int, LoaderEp
             if gather_functions and collectives[0].lines
             else ""
         )
+        # the results of all samples may go into one dictionary, by the number of the sample
+        is_gather_of_objects = any("object" in name for name in gather_functions)
+        hint = "; ignore this if the script keeps one result of each sample" if is_gather_of_objects else ""
         findings.add(
-            "FAIL",
+            "WARN" if is_gather_of_objects else "FAIL",
             "eval.padded",
             line,
             f"{total - num_samples} of {num_samples} samples are evaluated twice (the sampler pads the ranks) and "
-            f"counted twice{gathered_by}",
+            f"counted twice{gathered_by}{hint}",
             "drop the samples beyond len(dataset), or evaluate Subset(data, range(rank, len(data), world_size))",
             tuple(collectives[0].lines[:1]),
         )
@@ -210,6 +221,8 @@ def _check_dropped(
     """Find samples that no rank evaluates: in each loader's dataset, and in the whole dataset if it is not divided."""
     first = loaders[evidence.ranks[0]]
     length = first.length or 0
+    if _draws_subset(first):
+        return
     num_dropped = sum(
         (loader.length or 0) - loader.num_indices
         for loader in loaders.values()
@@ -219,12 +232,27 @@ def _check_dropped(
         other_samples: set[object] = set()
         for rank in evidence.ranks:
             for other_key, loader in evidence.loaders(rank).items():
-                if other_key != key and loader.indices:
+                if other_key != key and loader.indices and _have_same_dataset(loader, first):
                     other_samples |= set(loader.indices)
         num_dropped = max(num_dropped, len(set(range(length)) - union - other_samples))
     if num_dropped > 0:
         text = f"{num_dropped} of {max(length, len(union) + num_dropped)} samples are not evaluated"
         findings.add("WARN", "eval.dropped", first.line, text, "use drop_last=False in the evaluation")
+
+
+def _draws_subset(loader: LoaderEpoch) -> bool:
+    """Whether the sampler draws only some of the samples, which may differ between ranks, to save time."""
+    num_batches_left = ((loader.length or 0) - loader.num_indices) / max([*loader.sizes, 1])
+    return (
+        loader.sampler in _SUBSET_SAMPLERS
+        and loader.batch_sampler == "BatchSampler"
+        and (num_batches_left >= 1 or loader.sampler != "RandomSampler")  # less than a batch: by drop_last
+    )
+
+
+def _have_same_dataset(first: LoaderEpoch, second: LoaderEpoch) -> bool:
+    """Whether two loaders seem to read the same dataset."""
+    return (first.dataset, first.length, first.content) == (second.dataset, second.length, second.content)
 
 
 # --- means
@@ -233,14 +261,20 @@ def _check_dropped(
 def _check_means(evidence: Evidence, findings: Findings) -> None:
     """Find a printed number that is the mean of the batches' means instead of the mean over all terms."""
     output = evidence.run.outputs[0] if evidence.run.outputs else ""
-    losses = [losses_by_evaluation(evidence, rank) for rank in evidence.ranks]
-    shares_by_rank = [_by_evaluation(evidence, rank, EvalShare) for rank in evidence.ranks]
+    groups = [
+        group
+        for kind in (EvalLoss, EvalShare)
+        for evaluations in _by_line([_by_evaluation(evidence, rank, kind) for rank in evidence.ranks])
+        for group in _groups(evaluations)
+        if all(_are_of_different_forwards(evidence, events) for events in group)
+    ]
+    # a number that has another explanation: another mean over terms, or a learning rate
+    other_numbers = {rate for step in evidence.all_of(OptimizerStep) for rate in step.rates}
+    for group in groups:
+        other_numbers |= {unit * _mean_over_terms(group) for unit in _units(group)}
     reported_numbers: set[str] = set()  # two lines may compute the same accuracy
-    for evaluations in (losses, *(_shares_at_line(shares_by_rank, line) for line in _share_lines(shares_by_rank))):
-        for events in evaluations[0]:
-            _check_mean(output, [events], findings, reported_numbers)
-        for rank_events in zip(*evaluations, strict=False) if len(evaluations) > 1 else ():
-            _check_mean(output, list(rank_events), findings, reported_numbers)
+    for group in groups:
+        _check_mean(output, group, other_numbers, findings, reported_numbers)
 
 
 def losses_by_evaluation(evidence: Evidence, rank: int) -> list[list[EvalLoss]]:
@@ -260,37 +294,62 @@ def _by_evaluation(evidence: Evidence, rank: int, kind: type[_MeanEvent]) -> lis
     return [*evaluations, *([evaluation] if evaluation else [])]
 
 
-def _share_lines(shares_by_rank: Sequence[Sequence[Sequence[EvalShare]]]) -> list[str]:
-    return list(
-        dict.fromkeys(event.line for evaluations in shares_by_rank for events in evaluations for event in events)
-    )
+def _by_line(
+    by_rank: Sequence[Sequence[Sequence[_MeanEvent]]],
+) -> Iterator[list[list[list[_MeanEvent]]]]:
+    """The evaluations of each rank, with only the events of one line, for each line."""
+    lines = dict.fromkeys(event.line for evaluations in by_rank for events in evaluations for event in events)
+    for line in lines:
+        yield [[[event for event in events if event.line == line] for events in evaluations] for evaluations in by_rank]
 
 
-def _shares_at_line(shares_by_rank: Sequence[Sequence[Sequence[EvalShare]]], line: str) -> list[list[list[EvalShare]]]:
-    """The shares that were computed at one line."""
-    return [
-        [[event for event in events if event.line == line] for events in evaluations] for evaluations in shares_by_rank
-    ]
+def _groups(by_rank: Sequence[Sequence[list[_MeanEvent]]]) -> list[list[list[_MeanEvent]]]:
+    """The events whose mean a script may print: of each evaluation of rank 0, and of each evaluation of all ranks."""
+    of_all_ranks = [list(events) for events in zip(*by_rank, strict=False)] if len(by_rank) > 1 else []
+    return [*([events] for events in by_rank[0]), *of_all_ranks]
+
+
+def _are_of_different_forwards(evidence: Evidence, events: Sequence[EvalLoss | EvalShare]) -> bool:
+    """Whether each batch has one of these events. Several after one forward may be of classes, as for a mean recall."""
+    positions = [forward.count for event in events[:1] for forward in evidence.of(event.rank, EvalForward)]
+    forwards = [bisect.bisect(positions, event.count) for event in events]
+    return len(set(forwards)) == len(forwards)
+
+
+def _units(group: Sequence[Sequence[EvalLoss | EvalShare]]) -> tuple[float, ...]:
+    """The factors of a printed mean: a share may be printed in percent."""
+    return (1.0, 100.0) if any(isinstance(event, EvalShare) for events in group for event in events) else (1.0,)
+
+
+def _mean_over_terms(group: Sequence[Sequence[EvalLoss | EvalShare]]) -> float:
+    events = [event for rank_events in group for event in rank_events]
+    num_terms = sum(event.terms for event in events)
+    return sum(event.value * event.terms for event in events) / num_terms if num_terms else math.nan
 
 
 def _check_mean(
-    output: str, by_rank: Sequence[Sequence[EvalLoss | EvalShare]], findings: Findings, reported_numbers: set[str]
+    output: str,
+    by_rank: Sequence[Sequence[EvalLoss | EvalShare]],
+    other_numbers: Collection[float],
+    findings: Findings,
+    reported_numbers: set[str],
 ) -> None:
     """Check the means of one evaluation on each rank. `reported_numbers` are printed numbers of earlier findings."""
     events = [event for rank_events in by_rank for event in rank_events]
-    num_terms = sum(event.terms for event in events)
     if len(events) < 2 or len({event.terms for event in events}) < 2 or not all(by_rank):
         return
     mean_of_means = sum(sum(event.value for event in rank_events) / len(rank_events) for rank_events in by_rank) / len(
         by_rank
     )
-    mean_over_terms = sum(event.value * event.terms for event in events) / num_terms
-    for unit in (1.0, 100.0) if isinstance(events[0], EvalShare) else (1.0,):
-        printed = _printed_number(output, unit * mean_of_means, unit * mean_over_terms)
+    mean_over_terms = _mean_over_terms(by_rank)
+    for unit in _units(by_rank):
+        expected, correct = unit * mean_of_means, unit * mean_over_terms
+        printed = _printed_number(output, expected, correct)
         if (
             printed
             and printed not in reported_numbers
-            and not _printed_number(output, unit * mean_over_terms, unit * mean_of_means)
+            and not any(_is_rounded(printed, number) for number in other_numbers)
+            and not _printed_number(output, correct, expected, min_digits=1)
         ):
             reported_numbers.add(printed)
             term_counts = [event.terms for event in events]
@@ -299,7 +358,7 @@ def _check_mean(
                 "eval.mean-of-means",
                 events[0].line,
                 f"the script prints {printed}, the mean of {len(events)} means of {min(term_counts):g} to "
-                f"{max(term_counts):g} terms; the mean over all terms is {unit * mean_over_terms:.6g}"
+                f"{max(term_counts):g} terms; the mean over all terms is {correct:.6g}"
                 f"{_relative_error(mean_of_means, mean_over_terms)}",
                 "add up loss * number of terms, and divide by the number of all terms"
                 if isinstance(events[0], EvalLoss)
@@ -317,16 +376,22 @@ def _relative_error(printed: float, correct: float) -> str:
     )
 
 
-def _printed_number(output: str, expected: float, other: float) -> str:
+def _printed_number(output: str, expected: float, other: float, min_digits: int = _MIN_DIGITS) -> str:
     """The printed number that equals `expected`, if its digits distinguish it from `other`; else ""."""
     for text in _PRINTED_NUMBER.findall(output):
-        mantissa, _, exponent = text.partition("e")
-        half_digit = 0.5 * 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
-        digits = len(mantissa.replace(".", "").replace("-", "").lstrip("0"))
-        if (
-            digits >= _MIN_DIGITS
-            and abs(float(text) - expected) <= 1.001 * half_digit
-            and abs(expected - other) > 4 * half_digit
-        ):
+        digits = len(text.partition("e")[0].replace(".", "").replace("-", "").lstrip("0"))
+        is_distinct = abs(expected - other) > (4 if digits >= _MIN_DIGITS else 2.002) * _half_digit(text)
+        if digits >= min_digits and is_distinct and _is_rounded(text, expected):
             return text
     return ""
+
+
+def _is_rounded(text: str, number: float) -> bool:
+    """Whether a printed number is this number, rounded to its digits."""
+    return abs(float(text) - number) <= 1.001 * _half_digit(text)
+
+
+def _half_digit(text: str) -> float:
+    """Half of the last digit of a printed number."""
+    mantissa, _, exponent = text.partition("e")
+    return float(f"0.5e{int(exponent or 0) - len(mantissa.partition('.')[2])}")

@@ -77,10 +77,14 @@ def _check_parameters(evidence: Evidence, findings: Findings) -> None:
         # if the shapes differ, the ranks have different shards of the model
         if not first.checksums or len({step.shapes for step in steps.values()}) > 1:
             continue
-        names = [name for name in first.checksums if len(_checksums_of(steps, name)) > 1]
+        # in order, because a rank that steps before its first forward does not know the names
+        checksums = zip(*(step.checksums.values() for step in steps.values()), strict=False)
+        names = [name for name, of_ranks in zip(first.checksums, checksums, strict=False) if len(set(of_ranks)) > 1]
         if names and not findings.has("replicas.alone"):
             start = f"after update {update - 1}" if update > min(evidence.steps) else "before the first update"
-            differing_ranks = [rank for rank, step in steps.items() if step.checksums != first.checksums]
+            differing_ranks = [
+                rank for rank, step in steps.items() if [*step.checksums.values()] != [*first.checksums.values()]
+            ]
             seed, reason = _differing_seeds(evidence) if update == min(evidence.steps) else ("", "")
             findings.add(
                 "NOTE" if evidence.is_split or evidence.averages_parameters else "FAIL",
@@ -113,17 +117,16 @@ def _broadcasts(evidence: Evidence) -> tuple[str, ...]:
     return tuple(dict.fromkeys(line for event in events if not event.update for line in event.lines[:1]))
 
 
-def _checksums_of(steps: dict[int, OptimizerStep], name: str) -> set[int | None]:
-    return {step.checksums.get(name) for step in steps.values()}
-
-
 def _check_rates(evidence: Evidence, findings: Findings) -> None:
     """Find ranks that use different learning rates in the same update."""
     for update, steps in evidence.steps.items():
         rates = {rank: tuple(step.rates) for rank, step in steps.items()}
         if len(set(rates.values())) > 1 and not evidence.is_split:
+            # the parameter group that differs, unless the ranks have different numbers of groups
+            groups = list(zip(*rates.values(), strict=False))
+            group = next((index for index, of_ranks in enumerate(groups) if len(set(of_ranks)) > 1), 0)
             shown_rates = ", ".join(
-                f"{rank_rates[0]:.3g} on rank {rank}" for rank, rank_rates in rates.items() if rank_rates
+                f"{rank_rates[group]:.3g} on rank {rank}" for rank, rank_rates in rates.items() if rank_rates
             )
             findings.add(
                 "FAIL",
@@ -212,8 +215,12 @@ def _buffer_calls(evidence: Evidence, rank: int) -> dict[tuple[int, str, int], B
 
 def _first_eval_forwards(evidence: Evidence) -> list[list[EvalForward]]:
     """The first forward of each evaluation on each rank. Later ones may differ: ranks have different batch counts."""
-    by_rank = [{event.update: event for event in reversed(evidence.of(rank, EvalForward))} for rank in evidence.ranks]
-    return [[events[update] for events in by_rank] for update in sorted(set[int](by_rank[0]).intersection(*by_rank))]
+    by_rank = [
+        {event.update: event for event in reversed(evidence.evaluation_forwards(rank))} for rank in evidence.ranks
+    ]
+    first = [[events[update] for events in by_rank] for update in sorted(set[int](by_rank[0]).intersection(*by_rank))]
+    # at different lines they may be forwards of different models: one rank may have an averaged model, too
+    return [events for events in first if len({event.line for event in events}) == 1]
 
 
 def _check_not_stepped(evidence: Evidence, findings: Findings) -> None:

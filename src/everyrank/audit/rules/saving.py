@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
 
 __all__ = ["check_saving"]
+
+_OPTIMIZER = re.compile(r"optim(?!al|um|ized|ised|ization|isation)")  # the key of an optimizer; not "optimal_threshold"
 
 
 def check_saving(evidence: Evidence, findings: Findings) -> None:
@@ -36,12 +39,24 @@ def _check_content(evidence: Evidence, findings: Findings) -> None:
     """Check that a checkpoint with an optimizer also has the gradient scaler and the schedule, if there are any."""
     for event in evidence.all_of(Save):
         names = " ".join(event.keys).lower()
-        if "optim" in names:
+        if _OPTIMIZER.search(names):
             scales = any(step.loss_scale != 1.0 for step in evidence.of(event.rank, OptimizerStep))
-            rates = {tuple(step.rates) for step in evidence.of(event.rank, OptimizerStep)}
             if scales and "scaler" not in names:
                 text = "the checkpoint has the optimizer, but not the gradient scaler"
                 findings.add("WARN", "save.scaler", event.line, text, 'add "scaler": scaler.state_dict()')
-            if len(rates) > 1 and not any(word in names for word in ("sched", "epoch", "step", "iter", "lr")):
+            if _has_schedule(evidence, event.rank) and not any(
+                word in names for word in ("sched", "epoch", "step", "iter", "lr")
+            ):
                 text = "the learning rate changes, but the checkpoint does not have the state of the schedule"
                 findings.add("WARN", "save.schedule", event.line, text, 'add "schedule": schedule.state_dict()')
+
+
+def _has_schedule(evidence: Evidence, rank: int) -> bool:
+    """Whether the learning rates change. Several optimizers, as of a GAN, may have different ones in turn."""
+    rates_by_line: dict[str, list[tuple[float, ...]]] = defaultdict(list)
+    for step in evidence.of(rank, OptimizerStep):
+        rates_by_line[step.line].append(tuple(step.rates))
+    return any(
+        len(rates) > 1 and set(rates[: len(rates) // 2]) != set(rates[len(rates) // 2 :])
+        for rates in rates_by_line.values()
+    )

@@ -81,7 +81,7 @@ def _check_wrapping(evidence: Evidence, findings: Findings) -> None:
     rank = evidence.ranks[0]
     steps = [ranks[rank] for ranks in evidence.steps.values()]
     for event in evidence.of(rank, Wrap):
-        if event.finds_unused and steps and not any(step.without_gradient for step in steps):
+        if event.finds_unused and steps and _are_all_used(evidence):
             text = "find_unused_parameters=True traverses the graph at each update, but every parameter gets a gradient"
             findings.add("PERF", "ddp.find-unused", event.line, text, "remove it")
         if event.num_batch_norms and evidence.world_size > 1:
@@ -91,6 +91,18 @@ def _check_wrapping(evidence: Evidence, findings: Findings) -> None:
             text = f"{num_layers} BatchNorm {layers} {verb} only the {size} local samples of {possessive} rank"
             fix = "SyncBatchNorm.convert_sync_batchnorm(model) uses the samples of all ranks"
             findings.add("NOTE", "ddp.batchnorm", event.line, text, fix)
+
+
+def _are_all_used(evidence: Evidence) -> bool:
+    """Whether each backward of each rank gives all parameters a gradient. DDP gives them those of other ranks, too."""
+    for update, steps in evidence.steps.items():
+        if any(step.without_gradient for step in steps.values()):
+            return False
+        for samples in (evidence.samples(rank, update) for rank in evidence.ranks):
+            names = set(samples.steps) if samples is not None else set[str]()
+            if samples is not None and any(names - set(gradients) for gradients in samples.backwards.values()):
+                return False
+    return True
 
 
 def _check_buckets(evidence: Evidence, findings: Findings) -> None:
