@@ -332,7 +332,7 @@ def sample_checksums(dataset: Any, indices: list[Any]) -> list[int]:
 
 @contextlib.contextmanager
 def _restored_random_states() -> Generator[None]:
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
     try:
         yield
     finally:
@@ -469,10 +469,8 @@ def _watch_random_numbers(fetcher: Any, recorder: Recorder) -> None:
 
 def random_states() -> list[int]:
     """Checksums of the states of torch's, Python's and numpy's generators."""
-    _, keys, position, *_ = np.random.get_state()
-    python = zlib.crc32(repr(random.getstate()).encode())
-    return [
-        zlib.crc32(torch.get_rng_state().numpy().tobytes()),
-        python,
-        zlib.crc32(np.asarray(keys).tobytes()) ^ int(position),
-    ]
+    # the global generator of numpy may be of any kind
+    numpy_state = np.random.get_state(legacy=False)["state"].values()
+    numpy_values = [value.tolist() if isinstance(value, np.ndarray) else value for value in numpy_state]
+    states = repr(random.getstate()), repr(numpy_values)
+    return [zlib.crc32(torch.get_rng_state().numpy().tobytes()), *(zlib.crc32(state.encode()) for state in states)]
