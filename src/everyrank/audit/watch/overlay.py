@@ -180,6 +180,14 @@ class Overlay:
         finally:
             self.inside.is_busy = False
 
+    def folder_to_write(self, path: Any) -> Any:
+        """The folder, in the tree, into which a library writes files by itself."""
+        absolute = self.script_path(path)
+        if absolute is None or not stat.S_ISDIR(_mode(absolute)) or self.is_removed(absolute):
+            return self.path_to_write(path)
+        _make_folders(self.tree + absolute)
+        return os.fsencode(self.tree + absolute) if isinstance(path, bytes) else self.tree + absolute
+
     def entries_of(self, absolute: str) -> list[tuple[str, str]]:
         """(name, path) of each entry that the script sees in a folder. Raises OSError if the folder does not exist."""
         written_path, names = self.tree + absolute, dict[str, str]()
