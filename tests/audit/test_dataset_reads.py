@@ -5,18 +5,28 @@ from __future__ import annotations
 import pickle
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, _utils
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    _utils,
+    dataloader,
+)
 
-from everyrank.audit.events import Fetch
+from everyrank.audit.events import Fetch, LoaderEpoch, Unchecked
 from everyrank.audit.watch import loaders
 from everyrank.audit.watch.loaders import dataset_checksums, sample_checksums
+from everyrank.audit.watch.recorder import Recorder, Settings
 
 
 class LazyFile(Dataset[int]):
@@ -146,3 +156,80 @@ def test_each_epoch_records_two_fetches(monkeypatch: pytest.MonkeyPatch) -> None
             fetcher.fetch([0])
         del fetcher
     assert [event.number for event in events if isinstance(event, Fetch)] == [1, 2] * 20
+
+
+@pytest.fixture
+def hook_loaders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], list[Any]]:
+    """Hooks the loaders of this process, which then run this number of batches. Returns the list of events."""
+
+    def hook(batches: int) -> list[Any]:
+        events: list[Any] = []
+        recorder = Recorder(Settings(str(tmp_path), batches=batches))
+        monkeypatch.setattr(recorder, "write", events.append)
+        for kind, names in (
+            (DataLoader, ("__init__", "__len__")),
+            (dataloader._BaseDataLoaderIter, ("__init__", "_reset", "__next__")),
+        ):
+            for name in names:
+                monkeypatch.setattr(kind, name, getattr(kind, name))
+        watched = loaders.Loaders(recorder, lambda: None)
+        loaders._watch_loader(recorder, watched)
+        loaders._watch_iterators(recorder, watched)
+        return events
+
+    return hook
+
+
+class Stream(IterableDataset[int]):
+    """A stream of known length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+@pytest.mark.parametrize("num_batches", [5, 9, 12, 13, 40, 43])
+def test_loader_without_indices_has_the_length_that_it_reports(
+    num_batches: int, hook_loaders: Callable[[int], list[Any]]
+) -> None:
+    """A schedule such as OneCycleLR raises if an epoch has more batches than `len(loader)`."""
+    hook_loaders(4)
+    for loader in (DataLoader(Stream(2 * num_batches), batch_size=2), DataLoader(range(num_batches), batch_size=None)):
+        assert len(list(loader)) == len(loader) <= 12
+
+
+@pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor, set, lambda pair: range(pair[0], pair[1] + 1)])
+def test_indices_of_each_kind_of_batch_are_recorded(
+    make: Callable[[Any], Any], hook_loaders: Callable[[int], list[Any]]
+) -> None:
+    events = hook_loaders(4)
+    loader = DataLoader(range(60), batch_sampler=[make([2 * number, 2 * number + 1]) for number in range(30)])
+    assert len(list(loader)) == 6
+    epoch = next(event for event in events if isinstance(event, LoaderEpoch))
+    assert epoch.num_batches == 30
+    assert epoch.indices == list(range(60))
+    assert epoch.sizes == [2]
+
+
+def test_epoch_of_a_very_long_sampler_is_not_cut(
+    monkeypatch: pytest.MonkeyPatch, hook_loaders: Callable[[int], list[Any]]
+) -> None:
+    """Only the first indices are read in advance."""
+    monkeypatch.setattr(loaders, "_MAX_SAMPLES", 10)
+    hook_loaders(0)
+    assert len(list(DataLoader(range(60), batch_size=2))) == 30
+
+
+@pytest.mark.parametrize("sampler", [np.arange(10), torch.arange(10)], ids=["array", "tensor"])
+def test_array_as_sampler_is_not_hooked(sampler: Any, hook_loaders: Callable[[int], list[Any]]) -> None:
+    """Otherwise `__iter__` of all tensors would be replaced."""
+    events, iterate = hook_loaders(4), type(sampler).__iter__
+    data = TensorDataset(torch.arange(10))
+    assert len(list(DataLoader(data, sampler=sampler, batch_size=2))) == 5
+    assert type(sampler).__iter__ is iterate
+    assert not [event for event in events if isinstance(event, Unchecked)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -85,7 +86,26 @@ FILE_OPERATIONS = {
         Path("absolute").symlink_to(Path("kept.txt").absolute()); assert Path("absolute").read_text() == "kept"
         os.remove("link.txt"); os.symlink("last.txt", "link.txt"); assert Path("link.txt").read_text() == "last"
     """,
-    "write through a symlink": 'open("link.txt", "w").write("x"); assert open("link.txt").read() == "x"',
+    "write through a symlink": """
+        open("link.txt", "w").write("x"); assert open("link.txt").read() == open("kept.txt").read() == "x"
+        os.truncate("link.txt", 0); assert os.path.islink("link.txt") and os.stat("link.txt").st_size == 0
+    """,
+    "write through a new symlink to a file": """
+        os.symlink("kept.txt", "latest"); open("latest", "a").write("x"); os.chmod("latest", 0o600)
+        assert Path("kept.txt").read_text() == "keptx" and os.path.islink("latest")
+        os.symlink("latest", "second"); Path("second").write_text("y"); assert Path("kept.txt").read_text() == "y"
+        os.symlink(os.path.abspath("folder/inner.txt"), "next"); os.replace("next", "latest")
+        assert os.readlink("latest") == os.path.abspath("folder/inner.txt") and Path("latest").read_text() == "inner"
+        Path("folder/inner.txt").write_text("z"); assert Path("latest").read_text() == "z"
+    """,
+    "write through a new symlink to a folder": """
+        os.symlink("folder", "latest"); Path("latest/inner.txt").write_text("x"); Path("latest/new.txt").touch()
+        assert Path("folder/inner.txt").read_text() == "x" and os.readlink("latest") == "folder"
+        assert sorted(os.listdir("latest")) == sorted(os.listdir("linked")) == ["deep", "inner.txt", "new.txt"]
+        assert {entry.name for entry in os.scandir() if entry.is_dir()} == {"folder", "latest", "linked"}
+        os.remove("latest/inner.txt"); assert not os.path.exists("folder/inner.txt")
+        os.symlink("folder/deep", "next"); os.replace("next", "latest"); assert os.listdir("latest") == ["deeper.txt"]
+    """,
     "write through a symlink to a folder": """
         Path("linked/inner.txt").write_text("x"); assert Path("folder/inner.txt").read_text() == "x"
     """,
@@ -173,12 +193,58 @@ FILE_OPERATIONS = {
             try: call(); raise SystemExit("no error")
             except IsADirectoryError: pass
     """,
-    "sqlite": """
+}
+
+LIBRARIES = {
+    "sqlite3": """
         import sqlite3
         db = sqlite3.connect("data.db"); db.execute("create table t (x)"); db.commit(); db.close()
         assert sqlite3.connect("data.db").execute("select count(*) from t").fetchone() == (0,)
+        table = "create table t (x)"
+        for number, database in enumerate(["file:a.db", "file:b.db?mode=rwc", f"file://{Path.cwd()}/c%20d.db"]):
+            db = sqlite3.connect(database=database, uri=True); db.execute(table); db.close()
+        assert sqlite3.connect("c d.db").execute("select * from t").fetchall() == []
+        assert sqlite3.connect("file:a.db?mode=ro", uri=True).execute("select * from t").fetchall() == []
+        for database in (":memory:", "file::memory:", ""):
+            sqlite3.connect(database, uri=True).execute(table)
+    """,
+    "torch": """
+        from torch import nn
+        def double(x): return 2 * x
+        scripted, traced = torch.jit.script(nn.Tanh()), torch.jit.trace(nn.Tanh(), torch.ones(1))
+        for number, module in enumerate([scripted, traced, torch.jit.script(double)]):
+            module.save(f"{number}.pt"); assert torch.jit.load(f"{number}.pt")(torch.zeros(1)) == 0
+        torch.jit.save(scripted, "kept.txt"); assert torch.jit.load("kept.txt")(torch.zeros(1)) == 0
+        with torch.profiler.profile() as profiler: torch.ones(1)
+        profiler.export_chrome_trace("trace.json"); assert "traceEvents" in Path("trace.json").read_text()
+        with torch.package.PackageExporter("package.pt") as package: package.save_text("a", "b", "c")
+        assert torch.package.PackageImporter("package.pt").load_text("a", "b") == "c"
+        import lmdb
+        assert lmdb.open("folder", readonly=True) == "folder" and lmdb.open(path="kept.txt") != "kept.txt"
+    """,
+    "pyarrow": """
+        import pyarrow as pa, pyarrow.parquet as pq, pyarrow.csv, pyarrow.dataset, pyarrow.feather
+        table = pa.table({"a": [1, 2]})
+        with pa.OSFile("folder/inner.txt") as file: assert file.read() == b"inner"
+        with pa.OSFile("new.arrow", "wb") as file, pa.ipc.new_file(file, table.schema) as new: new.write_table(table)
+        with pa.memory_map("new.arrow") as file: assert pa.ipc.open_file(file).read_all() == table
+        pq.write_table(table, "t.parquet"); assert pq.read_table("t.parquet") == pq.ParquetFile("t.parquet").read()
+        with pq.ParquetWriter("w.parquet", table.schema) as new: new.write_table(table)
+        assert pq.read_table("w.parquet") == table
+        pa.csv.write_csv(table, "t.csv"); assert pa.csv.read_csv("t.csv") == table
+        pa.feather.write_feather(table, "t.feather"); assert pa.feather.read_table("t.feather") == table
+        pa.dataset.write_dataset(table, "new", format="parquet"); assert pa.dataset.dataset("new").count_rows() == 2
+        pa.dataset.write_dataset(table, "folder", format="parquet", existing_data_behavior="overwrite_or_ignore")
+    """,
+    "tokenizers": """
+        import tokenizers
+        model = tokenizers.models.WordLevel({"a": 0}, unk_token="a"); tokenizer = tokenizers.Tokenizer(model)
+        tokenizer.save("t.json"); assert tokenizers.Tokenizer.from_file("t.json").get_vocab_size() == 1
+        os.mkdir("made"); model.save("made", "x"); assert os.listdir("made") == ["x-vocab.json"]
+        model.save("folder", "x"); assert os.path.exists("folder/x-vocab.json")
     """,
 }
+"""Libraries that write in C. They are redirected when the script imports torch."""
 
 
 def make_project(folder: Path) -> Path:
@@ -205,30 +271,39 @@ def folder_state(folder: Path) -> dict[str, object]:
     return states
 
 
-@pytest.mark.parametrize("operation", FILE_OPERATIONS)
-def test_script_sees_its_changes_and_user_files_stay_the_same(tmp_path: Path, operation: str) -> None:
+def run_in_project(tmp_path: Path, code: str, python_path: Path = INJECT, **files: str) -> None:
+    """Run a script under the overlay in a project with these modules, and check that no file of the project changes."""
     project_folder = make_project(tmp_path / "project")
     (tmp_path / "records").mkdir()
+    for name, text in files.items():
+        (project_folder / f"{name}.py").write_text(text)
     script = project_folder / "script.py"
-    script.write_text(
-        f"import os, shutil\nfrom pathlib import Path\n{textwrap.dedent(FILE_OPERATIONS[operation])}\nprint('done')\n"
-    )
+    script.write_text(f"import os, shutil\nfrom pathlib import Path\n{code}\nprint('done')\n")
     state_before = folder_state(project_folder)
     environment = {
         **os.environ,
         ENVIRONMENT: Settings(str(tmp_path / "records"), main=str(script)).to_json(),
-        "PYTHONPATH": str(INJECT),
+        "PYTHONPATH": f"{INJECT}{os.pathsep}{python_path}",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    if operation == "sqlite":  # sqlite writes in C, and its overlay is installed when the script imports torch
-        script.write_text(f"import torch\n{script.read_text()}")
-        environment["PYTHONPATH"] += os.pathsep + str(INJECT.parents[3])
-        state_before = folder_state(project_folder)
     completed = subprocess.run(
         [sys.executable, script.name], cwd=project_folder, env=environment, capture_output=True, text=True
     )
     assert completed.stdout.endswith("done\n"), completed.stderr
     assert folder_state(project_folder) == state_before
+
+
+@pytest.mark.parametrize("operation", FILE_OPERATIONS)
+def test_script_sees_its_changes_and_user_files_stay_the_same(tmp_path: Path, operation: str) -> None:
+    run_in_project(tmp_path, textwrap.dedent(FILE_OPERATIONS[operation]))
+
+
+def test_files_of_libraries_are_redirected(tmp_path: Path) -> None:
+    """One script for all installed libraries, because it imports torch. The module `lmdb` is a fake."""
+    installed = [name for name in LIBRARIES if importlib.util.find_spec(name) is not None]
+    code = "import torch\n" + "\n".join(textwrap.dedent(LIBRARIES[name]) for name in installed)
+    lmdb = "def open(path, map_size=0, subdir=True, readonly=False): return path"
+    run_in_project(tmp_path, code, INJECT.parents[3], lmdb=lmdb)
 
 
 def test_folder_created_in_the_temporary_directory_is_redirected(tmp_path: Path) -> None:

@@ -244,13 +244,13 @@ def install_replay_recording(recording: ReplayRecorder) -> None:
         recording.end_forward(output)
         return output
 
-    def backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
+    def backward(*args: Any, **kwargs: Any) -> Any:
         if not recording.is_wanted:
-            return autograd_backward(roots, *args, **kwargs)
-        gradients = list(tensors((args[:1], kwargs.get("grad_tensors"))))
-        recorded = recording.end_backward(roots, bool(gradients))
+            return autograd_backward(*args, **kwargs)
+        gradients = list(tensors((args[1:2], kwargs.get("grad_tensors"))))
+        recorded = recording.end_backward(args[0] if args else kwargs.get("tensors"), bool(gradients))
         update, micro, terms = recording.recorder.update, recording.recorder.micro, recording.losses.terms
-        out = autograd_backward(roots, *args, **kwargs)
+        out = autograd_backward(*args, **kwargs)
         if recorded is not None:
             recorded.losses = [term for term in terms if term.scale]
             recording.write(recorded, update, micro)

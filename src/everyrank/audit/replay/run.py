@@ -411,6 +411,8 @@ def _normalises_over_batch(args: Any, kwargs: Any) -> bool:
 class _RaiseOnCollectives(TorchDispatchMode):
     """Raises for collectives that `fake_process_group` does not replace."""
 
+    supports_higher_order_operators = True  # torch refuses flex_attention and torch.cond under any other mode
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             raise CollectiveCalledError

@@ -33,6 +33,8 @@ _SENT_IN_MEMORY_ORDER = {"broadcast_", "allreduce_", "reduce_", "scatter_"}
 class CollectiveMode(TorchDispatchMode):
     """Records each collective that this thread calls."""
 
+    supports_higher_order_operators = True  # torch refuses flex_attention and torch.cond under any other mode
+
     def __init__(self, recorder: Recorder, gradients: Gradients) -> None:
         super().__init__()
         self.recorder, self.gradients = recorder, gradients

@@ -116,8 +116,8 @@ class RunEnd:
         """
         recorder = self.recorder
         if recorder.update == 1:
-            files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-            recorder.write(SourceFiles(files=[file for file in files if file is not None and is_user_file(file)]))
+            files = [_file_of(module) for module in list(sys.modules.values())]
+            recorder.write(SourceFiles(files=[file for file in files if file and is_user_file(file)]))
         if not recorder.settings.records_functions:
             return
         never_communicated = recorder.num_collectives == 0 and recorder.world_size > 1
@@ -170,16 +170,33 @@ class RunEnd:
         atexit.register(ended)
 
 
+def _file_of(module: Any) -> str:
+    """The file of an entry of sys.modules, or "". An entry may be any object, whose attributes may raise any error."""
+    with contextlib.suppress(Exception):
+        return module.__file__ if isinstance(module.__file__, str) else ""
+    return ""
+
+
+def _replace_function(module: Any, name: str, function: Any) -> None:
+    """Replace a function of a module, so that the new one can be pickled, and called in a TorchScript function."""
+    builtin = torch.jit._builtins._find_builtin(getattr(module, name))
+    if builtin is not None:
+        torch.jit._builtins._register_builtin(function, builtin)
+    function.__module__, function.__qualname__ = module.__name__, name
+    setattr(module, name, function)
+
+
 def _watch_seeds(recorder: Recorder) -> None:
     """Record the seeds that the script sets for torch, numpy and Python."""
 
     def with_record(library: str, set_seed: Any) -> Any:
         @functools.wraps(set_seed)
-        def seed_and_record(seed: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def seed_and_record(*args: Any, **kwargs: Any) -> Any:
             if caller_is_user_code():
                 with contextlib.suppress(Exception):  # a seed may be an array, or text
+                    seed = args[0] if args else kwargs.get("seed", kwargs.get("a"))  # random.seed(a=0)
                     recorder.write(SeedSet(library=library, lines=user_lines()[:_MAX_CALLERS], seed=int(seed)))
-            return set_seed(seed, *args, **kwargs)
+            return set_seed(*args, **kwargs)
 
         return seed_and_record
 
@@ -188,7 +205,7 @@ def _watch_seeds(recorder: Recorder) -> None:
         ("numpy", np.random, "seed"),
         ("random", random, "seed"),
     ):
-        setattr(module, name, with_record(library, getattr(module, name)))
+        _replace_function(module, name, with_record(library, getattr(module, name)))
 
 
 def _watch_shuffles(recorder: Recorder) -> None:
@@ -213,7 +230,7 @@ def _watch_shuffles(recorder: Recorder) -> None:
         (2, np.random, ("shuffle", "permutation", "choice")),
     ):
         for name in function_names:
-            setattr(module, name, with_record(number, getattr(module, name)))
+            _replace_function(module, name, with_record(number, getattr(module, name)))
 
 
 def _watch_rpc(recorder: Recorder) -> None:

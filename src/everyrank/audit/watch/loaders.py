@@ -14,13 +14,14 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import itertools
 import random
 import sys
 import time
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sized
 from typing import Any, TypedDict
 
 import numpy as np
@@ -29,6 +30,7 @@ import torch.utils.data.dataloader as torch_loader
 from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     Subset,
     _utils,
@@ -39,7 +41,7 @@ from everyrank.audit.events import Fetch, LoaderBatch, LoaderEpoch
 from everyrank.audit.watch.modules import rows
 from everyrank.audit.watch.recorder import Recorder, all_leaves, harmless, local_bytes
 from everyrank.audit.watch.restored_dataset import restored_dataset
-from everyrank.audit.watch.source_location import user_line
+from everyrank.audit.watch.source_location import is_user_class, user_line
 
 __all__ = ["Loaders", "install_loaders", "random_states"]
 
@@ -96,7 +98,7 @@ class Loaders:
         sampler_class: Any = type(sampler)
         is_custom = (
             sampler_class not in _PLAIN_SAMPLERS
-            and sampler_class.__module__ != "builtins"
+            and (isinstance(sampler, Sampler) or is_user_class(sampler_class))  # not a list, an array or a tensor
             and hasattr(sampler_class, "__iter__")
         )
         if not loader._auto_collation or not is_custom or not type(dataset).__weakrefoffset__:
@@ -158,7 +160,9 @@ class Loaders:
         if iterator._dataset_kind == torch_loader._DatasetKind.Map and iterator._auto_collation:
             indices = self._indices(iterator, loader, epoch)
         elif self.recorder.settings.batches:
-            iterator._audit["limit"] = self.recorder.settings.batches + 4
+            length = self._length_of_stream(loader)
+            # as len(loader) returns
+            iterator._audit["limit"] = self.shortened(length) if length else self.recorder.settings.batches + 4
         iterator._audited = iterator._sampler_iter
         sampler = loader.sampler
         self.recorder.write(
@@ -190,8 +194,11 @@ class Loaders:
         except Exception as error:  # an error of the sampler: raise it where the script expects it
             iterator._sampler_iter = _raise_when_read(error)
             raise
-        are_lists = bool(batches) and isinstance(batches[0], list | tuple)
-        indices = [_key(index) for batch in batches for index in batch] if are_lists else []
+        # the rest of a very long epoch is not read in advance; what follows may raise
+        iterator._sampler_iter = itertools.chain(batches, iterator._sampler_iter)
+        are_lists = bool(batches) and all(map(_has_size, batches))
+        raw_indices = [index for batch in batches for index in _items(batch)] if are_lists else []
+        indices = [_key(index) for index in raw_indices]
         if epoch == 0:
             with self.recorder.muted():
                 loader.__dict__["_audit_content"] = dataset_checksums(loader.dataset)
@@ -199,16 +206,16 @@ class Loaders:
         samples: list[int] = []
         if epoch == 0 and "seeded" in content and are_lists and self.recorder.world_size > 1:
             with self.recorder.muted():
-                samples = sample_checksums(loader.dataset, [index for batch in batches for index in batch])
+                samples = sample_checksums(loader.dataset, raw_indices)
         count = min(self.shortened(self._length(loader, batches)), len(batches))
-        shortened = batches[: count - 1] + batches[-1:] if len(batches) > count else batches
-        iterator._audit["first_after_skip"] = count if len(batches) > count else None
-        iterator._sampler_iter = iter(shortened)
+        if len(batches) > count:
+            iterator._audit["first_after_skip"] = count
+            iterator._sampler_iter = iter(batches[: count - 1] + batches[-1:])
         return {
             "num_batches": len(batches),
             "indices": dataset_indices(loader.dataset, indices)[:_MAX_INDICES],
             "num_indices": len(indices),
-            "sizes": sorted({len(batch) for batch in batches}) if are_lists else [],
+            "sizes": sorted({_size(batch) for batch in batches}) if are_lists else [],
             "samples": samples,
             **content,
         }
@@ -219,6 +226,14 @@ class Loaders:
             return len(batches)
         with self.recorder.muted():
             return _length(loader) or len(batches)
+
+    def _length_of_stream(self, loader: Any) -> int | None:
+        """The number of batches of a loader without indices, if it has one."""
+        before = loader._IterableDataset_len_called  # torch warns of a wrong length only if the script asks for it
+        with self.recorder.muted():
+            length = _length(loader)
+        loader._IterableDataset_len_called = before
+        return length
 
     @harmless("batches of a loader")
     def record_batch(self, iterator: Any, batch: Any, seconds: float) -> None:
@@ -264,14 +279,23 @@ def _raise_when_read(error: Exception) -> Iterator[Any]:
     yield
 
 
+def _has_size(batch: Any) -> bool:
+    """Whether a batch of indices can be read without using it up, as a list, a tuple, a range, an array or a tensor."""
+    return isinstance(batch, Sized) and getattr(batch, "ndim", 1) > 0
+
+
 def _size(batch: Any) -> int:
-    return len(batch) if isinstance(batch, list | tuple) else 1
+    return len(batch) if _has_size(batch) else 1
+
+
+def _items(batch: Any) -> list[Any]:
+    return batch.tolist() if isinstance(batch, np.ndarray | torch.Tensor) else list(batch)
 
 
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except TypeError:  # a stream
+    except (TypeError, NotImplementedError):  # a stream
         return None
 
 
@@ -332,7 +356,7 @@ def sample_checksums(dataset: Any, indices: list[Any]) -> list[int]:
 
 @contextlib.contextmanager
 def _restored_random_states() -> Generator[None]:
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
     try:
         yield
     finally:
@@ -469,10 +493,8 @@ def _watch_random_numbers(fetcher: Any, recorder: Recorder) -> None:
 
 def random_states() -> list[int]:
     """Checksums of the states of torch's, Python's and numpy's generators."""
-    _, keys, position, *_ = np.random.get_state()
-    python = zlib.crc32(repr(random.getstate()).encode())
-    return [
-        zlib.crc32(torch.get_rng_state().numpy().tobytes()),
-        python,
-        zlib.crc32(np.asarray(keys).tobytes()) ^ int(position),
-    ]
+    # the global generator of numpy may be of any kind
+    numpy_state = np.random.get_state(legacy=False)["state"].values()
+    numpy_values = [value.tolist() if isinstance(value, np.ndarray) else value for value in numpy_state]
+    states = repr(random.getstate()), repr(numpy_values)
+    return [zlib.crc32(torch.get_rng_state().numpy().tobytes()), *(zlib.crc32(state.encode()) for state in states)]

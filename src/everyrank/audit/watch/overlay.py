@@ -28,6 +28,8 @@ __all__ = ["Overlay", "install_overlay"]
 
 _WRITES = set("wax+")
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_SYSTEM_FOLDERS = ("/dev/", "/proc/", "/sys/")
+_MAX_LINKS = 40  # as Linux allows on the way to a file
 _REAL = {name: getattr(os, name) for name in dir(os) if callable(getattr(os, name))}
 _REAL_OPEN = builtins.open
 _installed: list[Overlay] = []
@@ -60,25 +62,59 @@ class Overlay:
 
     # --- paths
 
-    def script_path(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The absolute path from the script's point of view; None for descriptors and paths that are not redirected."""
+    def script_path(self, path: Any, dir_fd: int | None = None, *, follows: bool = True) -> str | None:
+        """The absolute path from the script's point of view; None for descriptors and paths that are not redirected.
+
+        `follows`: if the path itself is a symlink, return its target.
+        """
+        return self._resolved(path, dir_fd, follows)[0]
+
+    def _resolved(self, path: Any, dir_fd: int | None, follows: bool) -> tuple[str | None, bool]:
+        """The path of `script_path`, and whether a symlink that the script has created leads to it."""
         if getattr(self.inside, "is_busy", False) or not isinstance(path, str | bytes | os.PathLike):
-            return None
+            return None, False
         self.inside.is_busy = True
         try:
             name = os.fsdecode(path)
             if dir_fd is not None and not os.path.isabs(name):
                 name = os.path.join(self._path_of(dir_fd), name)
             absolute = self.as_script_sees(os.path.normpath(os.path.join(self.working_folder(), name)))
-            head, tail = os.path.split(absolute)
-            absolute = os.path.join(
-                self.as_script_sees(os.path.realpath(head)), tail
-            )  # a link to a folder is that folder
-            return None if "\0" in absolute or self._is_direct(absolute) else absolute
+            if "\0" in absolute or absolute.startswith(_SYSTEM_FOLDERS):  # /dev/stdout is a symlink to a file
+                return None, False
+            absolute, is_created = self._without_links(absolute, follows)
+            return (None if self._is_direct(absolute) else absolute), is_created
         except (OSError, ValueError):
-            return None
+            return None, False
         finally:
             self.inside.is_busy = False
+
+    def _without_links(self, absolute: str, follows: bool) -> tuple[str, bool]:
+        """Resolve symlinks as the script sees them. Also returns whether the script has created one of them."""
+        done, rest = "", absolute.split(os.sep)[:0:-1]
+        is_created, num_links = False, 0
+        while rest:
+            name = rest.pop()
+            if name == "..":
+                done = os.path.dirname(done)
+            elif name not in ("", os.curdir):
+                path = f"{done}{os.sep}{name}"
+                link = self._link_at(path) if rest or follows else ""
+                num_links += bool(link)
+                if not link or num_links > _MAX_LINKS:
+                    done = path
+                    continue
+                is_created |= link != path
+                target = _REAL["readlink"](link)
+                done = "" if os.path.isabs(target) else done
+                rest += target.split(os.sep)[::-1]
+        return done or os.sep, is_created
+
+    def _link_at(self, path: str) -> str:
+        """The symlink that the script sees at a path: the path itself, or that in the tree; "" if there is none."""
+        mode = _mode(self.tree + path)
+        if mode:
+            return self.tree + path if stat.S_ISLNK(mode) else ""
+        return path if stat.S_ISLNK(_mode(path)) and not self.is_removed(path) else ""
 
     def as_script_sees(self, path: str) -> str:
         """The path by which the script knows a path in the tree."""
@@ -140,20 +176,22 @@ class Overlay:
         _make_folders(folder)
         _REAL["close"](_REAL["open"](f"{folder}/.removed", os.O_CREAT | os.O_WRONLY))
 
-    def path_to_read(self, path: Any, dir_fd: int | None = None) -> Any:
+    def path_to_read(self, path: Any, dir_fd: int | None = None, *, follows: bool = True) -> Any:
         """The path to read: in the tree if the script has written or removed the file, else the real path."""
-        absolute = self.script_path(path, dir_fd)
+        absolute, is_created = self._resolved(path, dir_fd, follows)
         if absolute is None:
             return path
         self.inside.is_busy = True
         try:
-            written_path, is_removed = self.tree + absolute, self.is_removed(absolute)
+            new_path, is_removed = self.tree + absolute, self.is_removed(absolute)
             if not is_removed and (
-                not _exists(written_path) or (stat.S_ISDIR(_mode(absolute)) and stat.S_ISDIR(_mode(written_path)))
+                not _exists(new_path) or (stat.S_ISDIR(_mode(absolute)) and stat.S_ISDIR(_mode(new_path)))
             ):
                 # the real path; listing merges folders that are in both places
-                return absolute if self._is_inside_tree() else path
-            return os.fsencode(written_path) if isinstance(path, bytes) else written_path
+                if not self._is_inside_tree() and not is_created:
+                    return path
+                new_path = absolute
+            return os.fsencode(new_path) if isinstance(path, bytes) else new_path
         finally:
             self.inside.is_busy = False
 
@@ -161,9 +199,11 @@ class Overlay:
         """Whether this absolute path exists from the script's point of view."""
         return _exists(self.tree + absolute) or (_exists(absolute) and not self.is_removed(absolute))
 
-    def path_to_write(self, path: Any, dir_fd: int | None = None, *, keeps_content: bool = False) -> Any:
+    def path_to_write(
+        self, path: Any, dir_fd: int | None = None, *, keeps_content: bool = False, follows: bool = True
+    ) -> Any:
         """The path to write, in the tree. With `keeps_content`, the old content is copied there first."""
-        absolute = self.script_path(path, dir_fd)
+        absolute, is_created = self._resolved(path, dir_fd, follows)
         if absolute is None:
             return path
         self.inside.is_busy = True
@@ -172,13 +212,21 @@ class Overlay:
             if not self.exists_for_script(parent):
                 return written_path if self.is_removed(parent) else path  # the error that the script expects
             if stat.S_ISDIR(_mode(absolute)) and not self.is_removed(absolute):
-                return path  # the error that the script expects
+                return absolute if is_created else path  # the error that the script expects
             _make_folders(os.path.dirname(written_path))
             if keeps_content and not _exists(written_path) and _exists(absolute) and not self.is_removed(absolute):
                 _copy(absolute, written_path)
             return os.fsencode(written_path) if isinstance(path, bytes) else written_path
         finally:
             self.inside.is_busy = False
+
+    def folder_to_write(self, path: Any) -> Any:
+        """The folder, in the tree, into which a library writes files by itself."""
+        absolute = self.script_path(path)
+        if absolute is None or not stat.S_ISDIR(_mode(absolute)) or self.is_removed(absolute):
+            return self.path_to_write(path)
+        _make_folders(self.tree + absolute)
+        return os.fsencode(self.tree + absolute) if isinstance(path, bytes) else self.tree + absolute
 
     def entries_of(self, absolute: str) -> list[tuple[str, str]]:
         """(name, path) of each entry that the script sees in a folder. Raises OSError if the folder does not exist."""
@@ -211,8 +259,9 @@ def _make_folders(path: str) -> None:
 
 
 def _mode(path: str) -> int:
+    """The mode of a file, folder or symlink; 0 if there is none."""
     try:
-        return _REAL["stat"](path).st_mode
+        return _REAL["lstat"](path).st_mode
     except (OSError, ValueError):
         return 0
 
@@ -271,11 +320,14 @@ def _redirect_open(overlay: Overlay) -> None:
         return _REAL_OPEN(overlay.path_to_read(file), mode, *args, **kwargs)
 
     def os_open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        real_path = overlay.path_to_read(path, dir_fd)
-        if flags & os.O_CREAT and flags & os.O_EXCL:
+        is_new = flags & os.O_CREAT and flags & os.O_EXCL
+        follows = not is_new and not flags & getattr(os, "O_NOFOLLOW", 0)
+        real_path = overlay.path_to_read(path, dir_fd, follows=follows)
+        if is_new:
             _refuse_existing(overlay, path, dir_fd)
         if flags & _WRITE_FLAGS and not (getattr(os, "O_TMPFILE", 0) & ~os.O_DIRECTORY) & flags:
-            real_path = overlay.path_to_write(path, dir_fd, keeps_content=not flags & os.O_TRUNC)
+            keeps_content = not flags & os.O_TRUNC
+            real_path = overlay.path_to_write(path, dir_fd, keeps_content=keeps_content, follows=follows)
         return _REAL["open"](real_path, flags, mode, dir_fd=dir_fd if real_path is path else None)
 
     class OpenedFile(io.FileIO, metaclass=_AnyFile):
@@ -299,7 +351,7 @@ def _redirect_open(overlay: Overlay) -> None:
 
 
 def _refuse_existing(overlay: Overlay, path: Any, dir_fd: int | None) -> None:
-    absolute = overlay.script_path(path, dir_fd)
+    absolute = overlay.script_path(path, dir_fd, follows=False)
     if absolute is not None and overlay.exists_for_script(absolute):
         raise FileExistsError(17, "File exists", os.fsdecode(path))
 
@@ -321,7 +373,8 @@ def _redirect_stat(overlay: Overlay) -> None:
         function = _REAL[name]
 
         def redirected_call(path: Any, *args: Any, **kwargs: Any) -> Any:
-            real_path = overlay.path_to_read(path, kwargs.get("dir_fd"))
+            follows = kwargs.get("follow_symlinks", True) and name != "lstat"
+            real_path = overlay.path_to_read(path, kwargs.get("dir_fd"), follows=follows)
             if real_path is not path and "dir_fd" in kwargs:
                 kwargs["dir_fd"] = None
             return function(real_path, *args, **kwargs)
@@ -335,7 +388,7 @@ def _redirect_stat(overlay: Overlay) -> None:
         _redirect_path_function(overlay, name)
 
     def readlink(path: Any, *, dir_fd: int | None = None) -> Any:
-        real_path = overlay.path_to_read(path, dir_fd)
+        real_path = overlay.path_to_read(path, dir_fd, follows=False)
         target = _REAL["readlink"](real_path, dir_fd=dir_fd if real_path is path else None)
         return overlay.as_script_sees(target) if isinstance(target, str) else target
 
@@ -354,16 +407,19 @@ def _redirect_path_function(overlay: Overlay, name: str) -> None:
 
     @functools.wraps(function)
     def redirected_call(path: Any) -> bool:
-        return function(overlay.path_to_read(path))
+        return function(overlay.path_to_read(path, follows=name not in ("lexists", "islink")))
 
     setattr(os.path, name, redirected_call)
 
 
 class _Entry:
-    """A DirEntry of os.scandir for a redirected file."""
+    """A DirEntry of os.scandir for a redirected file.
 
-    def __init__(self, entry: os.DirEntry[Any], path: Any) -> None:
-        self._entry, self.path, self.name = entry, path, entry.name
+    location  the absolute path from the script's point of view, to which the target of a symlink is relative
+    """
+
+    def __init__(self, entry: os.DirEntry[Any], path: Any, location: str) -> None:
+        self._entry, self.path, self.name, self._location = entry, path, entry.name, location
 
     def __fspath__(self) -> Any:
         return self.path
@@ -373,6 +429,18 @@ class _Entry:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._entry, name)
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        is_link = follow_symlinks and self._entry.is_symlink()
+        return os.stat(self._location) if is_link else self._entry.stat(follow_symlinks=follow_symlinks)
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        is_link = follow_symlinks and self._entry.is_symlink()
+        return os.path.isdir(self._location) if is_link else self._entry.is_dir(follow_symlinks=follow_symlinks)
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        is_link = follow_symlinks and self._entry.is_symlink()
+        return os.path.isfile(self._location) if is_link else self._entry.is_file(follow_symlinks=follow_symlinks)
 
 
 class _Entries:
@@ -399,14 +467,12 @@ class _Entries:
 
 def _redirect_listing(overlay: Overlay) -> None:
     def folder_of(path: Any) -> str | None:
-        """The absolute path of a folder in which something was written or removed."""
-        if isinstance(path, int):
-            absolute = (
-                None if getattr(overlay.inside, "is_busy", False) else overlay.script_path(overlay._path_of(path))
-            )
-        else:
-            absolute = overlay.script_path(os.curdir if path is None else path)
-        if absolute is None or not (_exists(overlay.tree + absolute) or _exists(overlay.removed)):
+        """The absolute path of a folder in which something was written or removed, or to which a new symlink leads."""
+        if getattr(overlay.inside, "is_busy", False):
+            return None
+        given = overlay._path_of(path) if isinstance(path, int) else os.curdir if path is None else path
+        absolute, is_created = overlay._resolved(given, None, True)
+        if absolute is None or not (is_created or _exists(overlay.tree + absolute) or _exists(overlay.removed)):
             return None
         return absolute
 
@@ -431,7 +497,9 @@ def _redirect_listing(overlay: Overlay) -> None:
                 for entry in real_entries:
                     if visible_paths.get(entry.name) == entry.path:
                         name = entry.name if isinstance(given, int) else os.path.join(os.fsdecode(given), entry.name)
-                        entries.append(_Entry(entry, os.fsencode(name) if isinstance(given, bytes) else name))
+                        location = os.path.join(absolute, entry.name)
+                        path_of_entry = os.fsencode(name) if isinstance(given, bytes) else name
+                        entries.append(_Entry(entry, path_of_entry, location))
         return _Entries(iter(entries))
 
     _replace("listdir", listdir)
@@ -453,14 +521,14 @@ def _making(overlay: Overlay, name: str) -> Callable[..., Any]:
     function = _REAL[name]
 
     def made(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
-        if overlay.script_path(path, dir_fd) is None:
+        if overlay.script_path(path, dir_fd, follows=False) is None:
             return function(path, *args, dir_fd=dir_fd, **kwargs)
         _refuse_existing(overlay, path, dir_fd)
         if overlay.start_folder + os.sep in overlay.direct_folders and _is_called_by_tempfile():
             # the script was started in /tmp itself, and this is a temporary folder
             overlay.direct_folders += (f"{os.fsdecode(path)}{os.sep}",)
             return function(path, *args, **kwargs)
-        return function(overlay.path_to_write(path, dir_fd), *args, **kwargs)
+        return function(overlay.path_to_write(path, dir_fd, follows=False), *args, **kwargs)
 
     return made
 
@@ -469,12 +537,12 @@ def _removing(overlay: Overlay, name: str) -> Callable[..., Any]:
     function = _REAL[name]
 
     def removed(path: Any, *, dir_fd: int | None = None) -> None:
-        absolute = overlay.script_path(path, dir_fd)
+        absolute = overlay.script_path(path, dir_fd, follows=False)
         if absolute is None:
             function(path, dir_fd=dir_fd)
             return
         written_path, is_real = overlay.tree + absolute, _exists(absolute) and not overlay.is_removed(absolute)
-        is_folder = stat.S_ISDIR(_mode(absolute)) and not stat.S_ISLNK(_REAL["lstat"](absolute).st_mode)
+        is_folder = stat.S_ISDIR(_mode(absolute))
         if name == "rmdir" and overlay.exists_for_script(absolute) and os.listdir(absolute):
             raise OSError(39, "Directory not empty", os.fsdecode(path))
         if is_real and not _exists(written_path) and is_folder is not (name == "rmdir"):
@@ -494,7 +562,8 @@ def _renaming(overlay: Overlay, name: str) -> Callable[..., Any]:
     function = _REAL[name]
 
     def renamed(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
-        source, absolute = overlay.script_path(src, src_dir_fd), overlay.script_path(dst, dst_dir_fd)
+        source = overlay.script_path(src, src_dir_fd, follows=False)
+        absolute = overlay.script_path(dst, dst_dir_fd, follows=False)
         if source is None and absolute is None:
             function(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
             return
@@ -504,18 +573,18 @@ def _renaming(overlay: Overlay, name: str) -> Callable[..., Any]:
             absolute is not None
             and source != absolute
             and overlay.exists_for_script(absolute)
-            and os.path.isdir(absolute)
+            and stat.S_ISDIR(os.lstat(absolute).st_mode)
         ):
             os.rmdir(absolute)  # raises unless it is empty
         if source is None:  # from a temporary folder into the project, perhaps on another disk
-            _move(os.fsdecode(src), overlay.path_to_write(dst, dst_dir_fd))
+            _move(os.fsdecode(src), overlay.path_to_write(dst, dst_dir_fd, follows=False))
             return
         written_path = overlay.tree + source
         if not _exists(written_path) or stat.S_ISDIR(_mode(written_path)):
             _complete(overlay, source)
         if _exists(source) and not overlay.is_removed(source):
             overlay.mark_removed(source)
-        new_path = overlay.path_to_write(dst, dst_dir_fd) if absolute is not None else dst
+        new_path = overlay.path_to_write(dst, dst_dir_fd, follows=False) if absolute is not None else dst
         if absolute is not None and not _exists(new_path):
             function(written_path, new_path)
         else:
@@ -562,14 +631,14 @@ def _redirect_links(overlay: Overlay) -> None:
         dst_dir_fd: int | None = None,
         follow_symlinks: bool = True,
     ) -> None:
-        absolute = overlay.script_path(dst, dst_dir_fd)
-        if absolute is None and overlay.script_path(src, src_dir_fd) is None:
+        absolute = overlay.script_path(dst, dst_dir_fd, follows=False)
+        if absolute is None and overlay.script_path(src, src_dir_fd, follows=False) is None:
             dir_fds = {"src_dir_fd": src_dir_fd, "dst_dir_fd": dst_dir_fd}
             _REAL["link"](src, dst, **dir_fds, follow_symlinks=follow_symlinks)
             return
         _refuse_existing(overlay, dst, dst_dir_fd)
-        real_path = os.fsdecode(overlay.path_to_read(src, src_dir_fd))
-        new_path = os.fsdecode(overlay.path_to_write(dst, dst_dir_fd))
+        real_path = os.fsdecode(overlay.path_to_read(src, src_dir_fd, follows=False))
+        new_path = os.fsdecode(overlay.path_to_write(dst, dst_dir_fd, follows=False))
         if not real_path.startswith(overlay.tree) or not new_path.startswith(overlay.tree):
             _REAL["lstat"](real_path)  # raises where there is none
             _copy(
@@ -579,19 +648,9 @@ def _redirect_links(overlay: Overlay) -> None:
             _REAL["link"](real_path, new_path)
 
     def symlink(src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
-        absolute = overlay.script_path(dst, dir_fd)
-        if absolute is None:
-            _REAL["symlink"](src, dst, target_is_directory, dir_fd=dir_fd)
-            return
         _refuse_existing(overlay, dst, dir_fd)
-        target_path = os.path.normpath(os.path.join(os.path.dirname(absolute), os.fsdecode(src)))
-        # written by the script, or to come
-        is_relative = not os.path.isabs(os.fsdecode(src)) and not _exists(target_path)
-        _REAL["symlink"](
-            src if is_relative else overlay.path_to_read(target_path),
-            overlay.path_to_write(dst, dir_fd),
-            target_is_directory,
-        )
+        new_path = overlay.path_to_write(dst, dir_fd, follows=False)
+        _REAL["symlink"](src, new_path, target_is_directory, dir_fd=dir_fd if new_path is dst else None)
 
     _replace("link", link)
     _replace("symlink", symlink)
@@ -604,12 +663,14 @@ def _redirect_attributes(overlay: Overlay) -> None:
         function = _REAL[name]
 
         def changed(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if overlay.script_path(path, kwargs.get("dir_fd")) is None:
+            follows = kwargs.get("follow_symlinks", True) and name not in ("lchmod", "lchown")
+            absolute = overlay.script_path(path, kwargs.get("dir_fd"), follows=follows)
+            if absolute is None:
                 return function(path, *args, **kwargs)
-            real_path = overlay.path_to_read(path, kwargs.pop("dir_fd", None))
-            if real_path is path and not _exists(os.path.join(overlay.working_folder(), os.fsdecode(path))):
-                return function(path, *args, **kwargs)  # raises as the script expects
-            return function(real_path, *args, **kwargs) if real_path is not path else None
+            real_path = overlay.path_to_read(path, kwargs.pop("dir_fd", None), follows=follows)
+            is_written = os.fsdecode(real_path).startswith(overlay.tree)
+            # if there is no such file, the function raises as the script expects
+            return function(real_path, *args, **kwargs) if is_written or not _exists(absolute) else None
 
         return changed
 

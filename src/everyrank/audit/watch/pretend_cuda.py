@@ -13,6 +13,7 @@ import inspect
 import os
 import time
 import types
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -36,6 +37,27 @@ def _on_cpu(device: Any, numbers: bool = False) -> Any:
     return device
 
 
+_UNCHANGED = {torch.Tensor.cuda, torch.Tensor.pin_memory}  # they return their tensor
+_DO_NOTHING = (
+    *("set_device", "set_stream", "synchronize", "init", "ipc_collect", "check_error", "set_sync_debug_mode"),
+    *(
+        "manual_seed",
+        "manual_seed_all",
+        "seed",
+        "seed_all",
+        "set_rng_state_all",
+    ),  # the CPU's generator has its own seed
+    *("empty_cache", "set_per_process_memory_fraction", "reset_peak_memory_stats", "reset_accumulated_memory_stats"),
+    *("reset_max_memory_allocated", "reset_max_memory_cached"),
+)
+_ZEROS = (
+    *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used"),
+    *("utilization", "memory_usage", "temperature", "power_draw", "clock_rate"),
+    *("initial_seed", "get_sync_debug_mode", "current_blas_handle"),
+)
+_MEMORY_RECORDINGS = ("_record_memory_history", "_dump_snapshot")
+
+
 class PretendCuda:
     """Pretends that the CPU is `num_devices` CUDA devices."""
 
@@ -44,8 +66,10 @@ class PretendCuda:
 
     def rewrite(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """(result, args, kwargs) of a torch function: a result that replaces the call, or None with new arguments."""
-        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+        if func in _UNCHANGED:
             return args[0], args, kwargs
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _on_cpu(kwargs["device"], numbers=True)}
         if func is torch.Tensor.to and len(args) > 1:
@@ -76,26 +100,40 @@ class PretendCuda:
             (accelerator, "current_accelerator", torch.device("cuda")),
         ):
             setattr(module, name, _for_user(answer, getattr(module, name)))
-        nothing = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect", "init")
-        memory = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-        answers = {**dict.fromkeys(nothing), **dict.fromkeys(memory, 0)}
+        answers = {**dict.fromkeys(_DO_NOTHING), **dict.fromkeys(_ZEROS, 0)}
         answers |= {
             "get_device_properties": _PROPERTIES,
             "get_device_capability": (8, 0),
             "mem_get_info": (2**36, 2**36),
+            "memory_stats": defaultdict(int),
+            "memory_summary": "",
+            "memory_snapshot": [],
+            "cudart": _Runtime(),
         }
         answers |= {"current_device": local_rank, "get_device_name": "the CPU", "is_initialized": True}
+        answers |= {"can_device_access_peer": True, "is_current_stream_capturing": False}
         answers |= dict.fromkeys(("current_stream", "default_stream"), _Stream())
         for name, value in answers.items():
             setattr(cuda, name, _constant(value))
         for name in ("set_device_index", "set_device_idx", "synchronize"):
             setattr(accelerator, name, _constant(None))
-        for name in ("mark", "range_push", "range_pop"):
+        for name in ("mark", "range_push", "range_pop", "range_start", "range_end"):
             setattr(cuda.nvtx, name, _constant(0))
+        for module, names in ((cuda.profiler, ("start", "stop")), (cuda.memory, _MEMORY_RECORDINGS)):
+            for name in names:
+                setattr(module, name, _constant(None))
         replaced = {"Event": _Event, "Stream": _Stream, "get_rng_state": _rng_state, "set_rng_state": _set_rng_state}
         for name, value in {**replaced, **dict.fromkeys(("stream", "device", "device_of"), _Block)}.items():
             setattr(cuda, name, value)
         torch.Generator = _Generator
+        torch.Tensor.record_stream = _constant(None)
+        set_default_device = torch.set_default_device
+
+        @functools.wraps(set_default_device)
+        def set_default_to_cpu(device: Any) -> None:
+            set_default_device(_on_cpu(device, numbers=True))
+
+        torch.set_default_device = set_default_to_cpu
 
     def _tensor_types(self) -> None:
         """Define `torch.cuda.FloatTensor` and similar names, which old scripts use."""
@@ -148,12 +186,14 @@ class PretendCuda:
             return module_to(self, *args, **kwargs)
 
         @functools.wraps(load)
-        def load_on_cpu(file: Any, map_location: Any = None, **kwargs: Any) -> Any:
-            location = "cpu" if isinstance(map_location, dict) else _on_cpu(map_location)
-            return load(file, map_location=location, **kwargs)
+        def load_on_cpu(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+            # without a location, the file of a run on a GPU would be loaded there
+            location = "cpu" if map_location is None or isinstance(map_location, dict) else _on_cpu(map_location)
+            return load(f, location, *args, **kwargs)
 
         torch.nn.Module.to = to
         torch.nn.Module.cuda = _stays
+        torch.UntypedStorage.cuda = torch.TypedStorage.cuda = _stays  # in a function as map_location
         torch.load = load_on_cpu
 
     def _precision(self) -> None:
@@ -220,7 +260,28 @@ class _Block(contextlib.nullcontext[None]):
     """Context manager without effect, for `torch.cuda.stream(...)` and `torch.cuda.device(...)`."""
 
 
-_PROPERTIES = types.SimpleNamespace(name="the CPU", total_memory=2**36, major=8, minor=0, multi_processor_count=1)
+class _Runtime:
+    """The result of `torch.cuda.cudart()`, whose functions do nothing and succeed."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _constant(0)
+
+
+_PROPERTIES = types.SimpleNamespace(
+    name="the CPU",
+    total_memory=2**36,
+    major=8,
+    minor=0,
+    multi_processor_count=1,
+    warp_size=32,
+    max_threads_per_multi_processor=2048,
+    regs_per_multiprocessor=65536,
+    L2_cache_size=2**22,
+    shared_memory_per_block=49152,
+    shared_memory_per_multiprocessor=102400,
+    is_integrated=0,
+    is_multi_gpu_board=0,
+)
 
 
 def _rng_state(*_args: Any) -> Any:
@@ -231,7 +292,7 @@ def _set_rng_state(*_args: Any) -> None:
     pass
 
 
-def _stays(self: Any, device: Any = None) -> Any:  # noqa: ARG001  (as it is called)
+def _stays(self: Any, *_args: Any, **_kwargs: Any) -> Any:
     return self
 
 
@@ -281,6 +342,13 @@ def _average_on_gloo(c10d: Any) -> None:
 _AVERAGED = {"all_reduce": "tensor", "reduce": "tensor", "reduce_scatter": "output", "reduce_scatter_tensor": "output"}
 
 
+def _has_result(arguments: dict[str, Any]) -> bool:
+    """Whether this rank gets the result of a collective, as all ranks do except in `reduce`."""
+    if arguments.get("group_dst") is not None:
+        return dist.get_rank(arguments.get("group")) == arguments["group_dst"]
+    return arguments.get("dst") in (None, dist.get_rank())
+
+
 def _as_sum(function: Any, output: str) -> Any:
     signature = inspect.signature(function)
 
@@ -291,7 +359,8 @@ def _as_sum(function: Any, output: str) -> Any:
             return function(*args, **kwargs)
         bound.arguments["op"] = dist.ReduceOp.SUM
         function(*bound.args, **bound.kwargs)
-        bound.arguments[output].div_(dist.get_world_size(bound.arguments.get("group")))
+        if _has_result(bound.arguments):
+            bound.arguments[output].div_(dist.get_world_size(bound.arguments.get("group")))
         return None
 
     return averaged

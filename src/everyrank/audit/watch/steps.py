@@ -113,16 +113,17 @@ def _watch_backward(hooks: _StepHooks, on_backward: Callable[[], None]) -> None:
     autograd_backward = torch.autograd.backward
 
     @functools.wraps(autograd_backward)
-    def backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
+    def backward(*args: Any, **kwargs: Any) -> Any:
         if recorder.is_muted:
-            return autograd_backward(roots, *args, **kwargs)
+            return autograd_backward(*args, **kwargs)
         on_backward()
         line = user_line()
         gradients.begin_backward()
+        roots = args[0] if args else kwargs.get("tensors")
         recorder.write(hooks.gathered(roots, line) or Backward(line=line))
         try:
             with recorder.during(f"backward at {line}"):
-                return autograd_backward(roots, *args, **kwargs)
+                return autograd_backward(*args, **kwargs)
         finally:
             scaling_lines = list(dict.fromkeys(losses.scaling_lines))
             recorder.write(BackwardEnd(losses=losses.backward_done(), scaling_lines=scaling_lines))
@@ -184,9 +185,9 @@ def _watch_scaler(hooks: _StepHooks) -> None:
         with recorder.muted():
             return unscale(self, optimizer)
 
-    def updating(self: Any, *args: Any) -> Any:
+    def updating(self: Any, *args: Any, **kwargs: Any) -> Any:
         with recorder.muted():
-            return update(self, *args)
+            return update(self, *args, **kwargs)
 
     def stepping(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         before = recorder.update
