@@ -196,6 +196,21 @@ class LayerOfSomeSamples(zoo.FrozenModel):
         return output + self.extra(values) * uses_extra if uses_extra.any() else output
 
 
+def loss_of_some_samples(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return a constant if no sample counts, as losses with an early return do."""
+    counts = target[:, 0] > -1.0
+    if not counts.any():
+        return torch.zeros(()), 0
+    return (output - target)[counts].square().sum(), int(counts.sum())
+
+
+def test_loss_may_be_a_constant_on_a_rank_without_terms(ranks: Any) -> None:
+    """The whole batch has terms, so `single` never gets this constant."""
+    layouts = ["ddp", "fsdp"]
+    changes: dict[str, Any] = {"loss": loss_of_some_samples, "metrics": {}, "steps": 6}
+    assert_equal(layouts, parities(ranks, 4, "frozen", "sgd", layouts, **changes))
+
+
 def check_example_strategy(world: World, key: str) -> Parity:
     """Return the parity of the strategy in CONTRIBUTING.md, in the place of ddp."""
     from everyrank.parallel.full_state import replicated_state_dict
