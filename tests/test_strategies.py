@@ -19,6 +19,7 @@ from everyrank.parallel.fsdp import fsdp_units
 from everyrank.parallel.parallelize import call_model, find_blocks
 from everyrank.parallel.pipeline.run import PipelineRun
 from everyrank.parallel.precision import LossScaler
+from everyrank.parallel.tensor.plan import resolve
 from everyrank.parallel.zero1 import assign_owners
 from everyrank.parity import check_layout, parity_case
 from everyrank.strategies import prepare
@@ -162,6 +163,39 @@ def parity_of_transposed_parameters(world: World) -> str:
 
 def test_fsdp_shards_parameters_that_are_not_contiguous(ranks: Any) -> None:
     assert ranks(2, parity_of_transposed_parameters) == ["equal", "equal"]
+
+
+class EmptyModel(nn.Module):
+    """A model with empty parameters, a parameter of integers and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 2))
+        self.empty, self.no_features = nn.Parameter(torch.empty(0)), nn.Linear(5, 0)
+        self.factors = nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        zero = self.empty.sum() + self.no_features(values).sum()
+        return self.layers(values) * self.factors + zero
+
+
+def parity_of_empty_parameters(world: World) -> list[str]:
+    workload = zoo.workload("frozen", model=EmptyModel, ema_decay=0.5)
+    case = parity_case(workload, *open_data(workload, world), steps=2)
+    layouts = [f"{text}precision=float64" for text in ("fsdp:", "ddp:compress=powersgd,")]
+    return [check_layout(case, parse_layout(text), world, f"empty/{text}")[0].status for text in layouts]
+
+
+def test_empty_parameters_and_integers_are_equal(ranks: Any) -> None:
+    """They cannot be sharded, compressed or averaged."""
+    assert ranks(2, parity_of_empty_parameters) == [["equal", "equal"]] * 2
+
+
+def test_a_tensor_plan_may_use_any_name_of_a_module() -> None:
+    """A module that the model has twice is returned under its first name."""
+    shared = nn.Linear(2, 2)
+    model = nn.ModuleDict({"encoder": nn.Sequential(shared), "decoder": nn.Sequential(shared)})
+    assert resolve(model, {"decoder.*": "colwise"}) == {"encoder.0": "colwise"}
 
 
 def test_fsdp_with_weights_tied_across_blocks_is_equal(ranks: Any) -> None:

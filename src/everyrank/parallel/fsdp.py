@@ -128,8 +128,8 @@ def fsdp_units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module
 
 
 def scalar_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return parameters without a dimension to shard; every rank keeps them whole."""
-    return [parameter for parameter in model.parameters() if parameter.dim() == 0]
+    """Return parameters without a dimension to shard, and empty ones; every rank keeps them whole."""
+    return [parameter for parameter in model.parameters() if parameter.dim() == 0 or not parameter.numel()]
 
 
 def set_requires_all_reduce(model: nn.Module, is_last: bool) -> None:
