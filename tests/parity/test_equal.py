@@ -13,11 +13,14 @@ from torch import nn
 
 import zoo
 from everyrank import parse_layout
-from everyrank.loop import open_data
+from everyrank.data import all_updates
+from everyrank.errors import WorkloadError
+from everyrank.loop import open_data, run_updates
 from everyrank.parallel import ddp
 from everyrank.parallel.ddp import check_unused_parameters
 from everyrank.parity import check_layout, parity_case
 from everyrank.record import Parity
+from everyrank.strategies import prepare
 from everyrank.world import World
 from everyrank.world.barrier import do_all_ranks_agree
 
@@ -162,6 +165,38 @@ def check_unused_on_one_rank(world: World) -> None:
     if world.rank == 1:
         with mock.patch.object(ddp, "do_all_ranks_agree", agree_with_short_timeout):
             check_unused_parameters({"head.weight": nn.Parameter(torch.zeros(1))}, parse_layout("ddp"), world)
+
+
+class LayerOfSomeMicroBatches(zoo.FrozenModel):
+    """A FrozenModel with a layer that only the first micro-batch of each update uses."""
+
+    def __init__(self) -> None:
+        super().__init__(counts_calls=False)
+        self.extra, self.num_calls = nn.Linear(5, 2), 0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        output = super().forward(values)
+        return output + self.extra(values) if self.num_calls % 2 else output
+
+
+def error_of_unfinished_reduction(world: World, layout: str) -> str:
+    workload = zoo.workload("frozen", model=LayerOfSomeMicroBatches, blocks=None)
+    try:
+        next(iter(run_updates(prepare(workload, parse_layout(layout), world), zoo.Points(23), all_updates(1, 1))))
+    except WorkloadError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_parameter_of_an_earlier_micro_batch_is_refused(ranks: Any, strategy: str) -> None:
+    """DDP would not average the gradients of the first update, and fail in the second."""
+    for text in ranks(2, error_of_unfinished_reduction, f"{strategy}:accumulate=2"):
+        assert "not in the last" in text
+        assert f"{strategy}:find_unused=true" in text
+    layout = f"{strategy}:accumulate=2,find_unused=true"
+    assert ranks(2, error_of_unfinished_reduction, layout) == ["no error"] * 2
 
 
 def test_sparse_gradients_are_equal_or_refused(ranks: Any) -> None:
