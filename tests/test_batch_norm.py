@@ -70,17 +70,52 @@ class CustomBatchNorm(nn.BatchNorm1d):
         return super().forward(input) * 2
 
 
-def test_subclass_of_batch_norm_is_refused(ranks: Any) -> None:
-    """Replacing its class would silently drop its custom forward."""
-    assert "batch norm of its own kind" in ranks(1, error_for_custom_batch_norm)[0]
+class SiblingOfBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """A batch norm that is not a subclass of BatchNorm1d to BatchNorm3d."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002
+        pass
 
 
-def error_for_custom_batch_norm(world: World) -> str:
+@pytest.mark.parametrize("kind", [CustomBatchNorm, SiblingOfBatchNorm])
+def test_subclass_of_batch_norm_is_refused(ranks: Any, kind: type[nn.Module]) -> None:
+    """Replacing its class would silently drop its custom forward; leaving it would keep the statistics of one rank."""
+    assert "batch norm of its own kind" in ranks(1, error_for_custom_batch_norm, kind)[0]
+
+
+def error_for_custom_batch_norm(world: World, kind: Any) -> str:
     try:
-        apply_batch_norm(nn.Sequential(CustomBatchNorm(3)), MicroBatchState(), world)
+        apply_batch_norm(nn.Sequential(kind(3)), MicroBatchState(), world)
     except WorkloadError as error:
         return str(error)
     return ""
+
+
+def names_of_undecayed_parameters(world: World) -> list[str]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm2d(2))
+    apply_batch_norm(model, MicroBatchState(), world)
+    norms = [name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm1d)]
+    return [*norms, *(type(module).__name__ for module in model)]
+
+
+def test_a_batch_norm_stays_an_instance_of_its_class(ranks: Any) -> None:
+    """An optimizer may leave `nn.BatchNorm1d` out of the weight decay."""
+    assert ranks(1, names_of_undecayed_parameters) == [["1", "Linear", "BatchNorm1d", "BatchNorm2d"]]
+
+
+def statistics_of_a_frozen_norm(world: World) -> Any:
+    norm = nn.BatchNorm1d(4)
+    norm.track_running_stats = False
+    apply_batch_norm(nn.Sequential(norm), MicroBatchState(), world)
+    norm(inputs((4,)))
+    return norm.running_mean, norm.num_batches_tracked
+
+
+def test_track_running_stats_can_be_turned_off_later(ranks: Any) -> None:
+    """As in torch, the statistics of the batch are used and the running ones stay."""
+    ((mean, seen),) = ranks(1, statistics_of_a_frozen_norm)
+    assert not mean.any()
+    assert int(seen) == 0
 
 
 def check_in_place_relu(world: World, affine: bool) -> bool:

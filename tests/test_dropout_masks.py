@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -194,6 +195,65 @@ def test_dropout_functions_and_attention(need_weights: bool) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.allclose(whole[2:], half, atol=1e-6)
     assert not torch.allclose(whole, model.eval()(values), atol=1e-2)
+
+
+class NamedLikeTheFunction(nn.Module):
+    """A module named `dropout`, of which forward uses only the probability."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return F.dropout(values, self.dropout.p, self.training)
+
+
+class OfItsOwnMethod(NamedLikeTheFunction):
+    """The function is called in a static method, in a decorated one, or as an attribute."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.drop(self.dropout(values))
+
+    @staticmethod
+    def drop(values: Tensor) -> Tensor:
+        return F.dropout(values, 0.3)
+
+
+class Decorated(OfItsOwnMethod):
+    @torch.compiler.disable
+    def drop(self, values: Tensor) -> Tensor:  # type: ignore[override]
+        return F.dropout(values, 0.3)
+
+
+class AsAttribute(OfItsOwnMethod):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = functools.partial(F.dropout, p=0.3)  # type: ignore[assignment]
+
+
+class OnlyModules(nn.Module):
+    """No function is called: its torch calls need not be intercepted."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.dropout(values)
+
+
+@pytest.mark.parametrize("kind", [NamedLikeTheFunction, OfItsOwnMethod, Decorated, AsAttribute])
+def test_dropout_functions_are_found_beside_modules_of_the_same_name(kind: type[nn.Module]) -> None:
+    """Otherwise each rank would draw the masks of the function with its own random numbers."""
+    exact = exact_of(nn.Sequential(kind()))
+    assert exact is not None
+    assert exact.is_watching
+
+
+def test_models_with_modules_only_are_not_intercepted() -> None:
+    exact = exact_of(nn.Sequential(OnlyModules()))
+    assert exact is not None
+    assert not exact.is_watching
 
 
 def test_exact_dropout_calls_no_dropout_function_of_torch() -> None:

@@ -19,6 +19,7 @@ from everyrank.parallel.fsdp import fsdp_units
 from everyrank.parallel.parallelize import call_model, find_blocks
 from everyrank.parallel.pipeline.run import PipelineRun
 from everyrank.parallel.precision import LossScaler
+from everyrank.parallel.tensor.plan import resolve
 from everyrank.parallel.zero1 import assign_owners
 from everyrank.parity import check_layout, parity_case
 from everyrank.strategies import prepare
@@ -131,6 +132,70 @@ def test_tied_blocks_are_one_fsdp_unit() -> None:
     blocks[4].weight = model["head"].weight
     units = fsdp_units(model, list(blocks))
     assert [[blocks.index(member) for member in unit] for unit in units] == [[0], [2], [1, 3]]
+
+
+def test_a_module_of_a_block_and_of_the_model_is_in_no_unit_of_a_block() -> None:
+    """The model runs it after the block has freed its parameters."""
+    shared = nn.LayerNorm(2)
+    blocks = [nn.Sequential(shared, nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))]
+    model = nn.ModuleDict({"blocks": nn.ModuleList(blocks), "norm": shared})
+    assert fsdp_units(model, list(blocks)) == [[blocks[1]]]
+
+
+class TransposedModel(nn.Module):
+    """A model whose parameters are not contiguous: a transposed one, and those of a convolution in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 5).t())
+        self.layers = nn.Sequential(nn.Conv2d(2, 2, (2, 2)).to(memory_format=torch.channels_last))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        image = (values @ self.weight).view(-1, 1, 2, 2).repeat(1, 2, 1, 1)
+        return self.layers(image).flatten(1)
+
+
+def parity_of_transposed_parameters(world: World) -> str:
+    workload = zoo.workload("frozen", model=TransposedModel)
+    case = parity_case(workload, *open_data(workload, world), steps=2)
+    return check_layout(case, parse_layout("fsdp:precision=float64"), world, "transposed")[0].status
+
+
+def test_fsdp_shards_parameters_that_are_not_contiguous(ranks: Any) -> None:
+    assert ranks(2, parity_of_transposed_parameters) == ["equal", "equal"]
+
+
+class EmptyModel(nn.Module):
+    """A model with empty parameters, a parameter of integers and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 2))
+        self.empty, self.no_features = nn.Parameter(torch.empty(0)), nn.Linear(5, 0)
+        self.factors = nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        zero = self.empty.sum() + self.no_features(values).sum()
+        return self.layers(values) * self.factors + zero
+
+
+def parity_of_empty_parameters(world: World) -> list[str]:
+    workload = zoo.workload("frozen", model=EmptyModel, ema_decay=0.5)
+    case = parity_case(workload, *open_data(workload, world), steps=2)
+    layouts = [f"{text}precision=float64" for text in ("fsdp:", "ddp:compress=powersgd,")]
+    return [check_layout(case, parse_layout(text), world, f"empty/{text}")[0].status for text in layouts]
+
+
+def test_empty_parameters_and_integers_are_equal(ranks: Any) -> None:
+    """They cannot be sharded, compressed or averaged."""
+    assert ranks(2, parity_of_empty_parameters) == [["equal", "equal"]] * 2
+
+
+def test_a_tensor_plan_may_use_any_name_of_a_module() -> None:
+    """A module that the model has twice is returned under its first name."""
+    shared = nn.Linear(2, 2)
+    model = nn.ModuleDict({"encoder": nn.Sequential(shared), "decoder": nn.Sequential(shared)})
+    assert resolve(model, {"decoder.*": "colwise"}) == {"encoder.0": "colwise"}
 
 
 def test_fsdp_with_weights_tied_across_blocks_is_equal(ranks: Any) -> None:
@@ -296,3 +361,27 @@ def parity_of_scaled_model(world: World, layout: str) -> list[str]:
 def test_model_may_return_a_view_of_a_parameter(ranks: Any) -> None:
     """FSDP frees the gathered parameter after an evaluation. The view of it must keep its values."""
     assert ranks(2, parity_of_scaled_model, "fsdp") == [["equal"], ["equal"]]
+
+
+class ScaledFeedForward(nn.Module):
+    """A feed-forward layer with a scale of its own on the hidden features, which tensor parallelism splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 4), nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(values)) * self.scale)
+
+
+def parity_with_replicate_sum_around_split_layers(world: World) -> list[str]:
+    plan = {"0": "replicate_sum", "0.up": "colwise", "0.down": "rowwise"}
+    workload = zoo.workload("frozen", model=lambda: nn.Sequential(ScaledFeedForward()), blocks=None, tensor_plan=plan)
+    case = parity_case(workload, *open_data(workload, world), steps=2)
+    return [check_layout(case, parse_layout("tensor:precision=float64"), world, "replicate_sum")[0].status]
+
+
+def test_replicate_sum_leaves_layers_with_a_word_of_their_own(ranks: Any) -> None:
+    """The gradients of the split layers inside are not summed over the ranks, only that of the scale."""
+    assert ranks(2, parity_with_replicate_sum_around_split_layers) == [["equal"], ["equal"]]

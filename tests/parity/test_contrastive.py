@@ -141,14 +141,14 @@ def refusal_texts(world: World) -> list[str]:
 
 
 def test_gather_of_each_dtype(ranks: Any) -> None:
-    """Labels, masks and low precision can be gathered, also if a rank has no row.
+    """Labels, masks, low precision and complex numbers can be gathered, also if a rank has no row.
 
     Outside of a loss, `gather` returns its argument.
     """
     local_rows = torch.arange(3)
     assert everyrank.gather(local_rows) is local_rows
     assert everyrank.first_row() == 0
-    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
+    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
     for start_row, gathered_rows in ranks(3, gather_each_dtype, dtypes):
         assert start_row in (0, 1)
         assert gathered_rows == [[[1, 0], [0, 1]]] * len(dtypes)
@@ -161,7 +161,7 @@ def gather_each_dtype(world: World, dtypes: list[torch.dtype]) -> tuple[int, lis
     with loss_scope(Batch(None, None, int(world.rank < 2), world.rank, 2), open_mesh(Layout("ddp"), world)):
         for dtype in dtypes:
             local_rows = local_rows.to(dtype)
-            if dtype.is_floating_point:
+            if dtype.is_floating_point or dtype.is_complex:
                 local_rows.requires_grad_()
             rows = everyrank.gather(local_rows)
             assert rows.dtype is dtype
@@ -170,5 +170,10 @@ def gather_each_dtype(world: World, dtypes: list[torch.dtype]) -> tuple[int, lis
                 assert local_rows.grad is not None
                 assert local_rows.grad.tolist() == [[6.0, 6.0] if world.rank < 2 else [0.0, 0.0]]
                 local_rows = local_rows.detach()
+            if dtype.is_complex:
+                rows.imag.sum().backward()
+                assert local_rows.grad is not None
+                assert local_rows.grad.tolist() == [[3j, 3j] if world.rank < 2 else [0j, 0j]]
+                local_rows, rows = local_rows.detach().real, rows.detach().real
             gathered_rows.append(rows.to(torch.int64).tolist())
         return everyrank.first_row(), gathered_rows

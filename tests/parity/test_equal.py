@@ -13,11 +13,14 @@ from torch import nn
 
 import zoo
 from everyrank import parse_layout
-from everyrank.loop import open_data
+from everyrank.data import all_updates
+from everyrank.errors import WorkloadError
+from everyrank.loop import open_data, run_updates
 from everyrank.parallel import ddp
 from everyrank.parallel.ddp import check_unused_parameters
 from everyrank.parity import check_layout, parity_case
 from everyrank.record import Parity
+from everyrank.strategies import prepare
 from everyrank.world import World
 from everyrank.world.barrier import do_all_ranks_agree
 
@@ -164,6 +167,38 @@ def check_unused_on_one_rank(world: World) -> None:
             check_unused_parameters({"head.weight": nn.Parameter(torch.zeros(1))}, parse_layout("ddp"), world)
 
 
+class LayerOfSomeMicroBatches(zoo.FrozenModel):
+    """A FrozenModel with a layer that only the first micro-batch of each update uses."""
+
+    def __init__(self) -> None:
+        super().__init__(counts_calls=False)
+        self.extra, self.num_calls = nn.Linear(5, 2), 0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        output = super().forward(values)
+        return output + self.extra(values) if self.num_calls % 2 else output
+
+
+def error_of_unfinished_reduction(world: World, layout: str) -> str:
+    workload = zoo.workload("frozen", model=LayerOfSomeMicroBatches, blocks=None)
+    try:
+        next(iter(run_updates(prepare(workload, parse_layout(layout), world), zoo.Points(23), all_updates(1, 1))))
+    except WorkloadError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_parameter_of_an_earlier_micro_batch_is_refused(ranks: Any, strategy: str) -> None:
+    """DDP would not average the gradients of the first update, and fail in the second."""
+    for text in ranks(2, error_of_unfinished_reduction, f"{strategy}:accumulate=2"):
+        assert "not in the last" in text
+        assert f"{strategy}:find_unused=true" in text
+    layout = f"{strategy}:accumulate=2,find_unused=true"
+    assert ranks(2, error_of_unfinished_reduction, layout) == ["no error"] * 2
+
+
 def test_sparse_gradients_are_equal_or_refused(ranks: Any) -> None:
     """Layouts that do not reduce gradients train sparse embeddings. Other layouts refuse and name the fix."""
     layouts = ["single", "local_sgd", "ddp", "fsdp"]
@@ -194,6 +229,21 @@ class LayerOfSomeSamples(zoo.FrozenModel):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         output, uses_extra = super().forward(values), values[:, :1] > 0.8
         return output + self.extra(values) * uses_extra if uses_extra.any() else output
+
+
+def loss_of_some_samples(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return a constant if no sample counts, as losses with an early return do."""
+    counts = target[:, 0] > -1.0
+    if not counts.any():
+        return torch.zeros(()), 0
+    return (output - target)[counts].square().sum(), int(counts.sum())
+
+
+def test_loss_may_be_a_constant_on_a_rank_without_terms(ranks: Any) -> None:
+    """The whole batch has terms, so `single` never gets this constant."""
+    layouts = ["ddp", "fsdp"]
+    changes: dict[str, Any] = {"loss": loss_of_some_samples, "metrics": {}, "steps": 6}
+    assert_equal(layouts, parities(ranks, 4, "frozen", "sgd", layouts, **changes))
 
 
 def check_example_strategy(world: World, key: str) -> Parity:

@@ -213,7 +213,7 @@ class _Gather(torch.autograd.Function):
     @once_differentiable  # a second derivative would lack the contributions of other ranks
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore
         grad: Tensor = grads[0]
-        wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
+        wide = torch.promote_types(grad.dtype, torch.float32)  # the sum of gradients in float16 could overflow
         total = grad.to(wide, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         local_grad = torch.zeros(ctx.shape, dtype=grad.dtype, device=grad.device)

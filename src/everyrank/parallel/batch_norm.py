@@ -9,6 +9,7 @@ Source: Ioffe and Szegedy 2015; the pairwise combination of variances is Chan, G
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Generator
 from typing import Any, overload
@@ -38,23 +39,20 @@ _BACKWARD: Any = torch.ops.aten.native_batch_norm_backward.default  # the kernel
 
 
 def find_batch_norms(model: nn.Module) -> list[nn.Module]:
-    """Return the batch norm modules of the model, in order."""
-    return [module for module in model.modules() if isinstance(module, _KINDS)]
+    """Return the batch norm modules of the model, in order; also after `apply_batch_norm`."""
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]  # pyright: ignore[reportPrivateUsage]
 
 
 def has_batch_norm(model: nn.Module) -> bool:
     """Whether the model has batch statistics; also true after `apply_batch_norm`."""
-    return bool(_norms_of(model))
-
-
-def _norms_of(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]  # pyright: ignore[reportPrivateUsage]
+    return bool(find_batch_norms(model))
 
 
 def apply_batch_norm(model: nn.Module, state: MicroBatchState, world: World) -> None:
     """Make every batch norm of the model compute its statistics over all ranks. State dict keys do not change.
 
-    Raises `WorkloadError` for a subclass with its own forward, which may compute something else.
+    Each module stays an instance of its class: an optimizer may choose its parameters by `isinstance`. Raises
+    `WorkloadError` for a class of its own, which may compute something else.
     """
     for module in find_batch_norms(model):
         if type(module) not in _KINDS:
@@ -62,13 +60,19 @@ def apply_batch_norm(model: nn.Module, state: MicroBatchState, world: World) -> 
                 f"{type(module).__name__} is a batch norm of its own kind, which everyrank cannot synchronise over "
                 "ranks; use torch's BatchNorm, or a norm whose statistics do not span samples"
             )
-        module.__class__ = _SynchronisedBatchNorm
+        module.__class__ = _synchronised(type(module))
         module.everyrank = (state, world)  # type: ignore[assignment]
+
+
+@functools.cache
+def _synchronised(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of a batch norm class that computes the statistics over all ranks."""
+    return type(kind.__name__, (_SynchronisedBatchNorm, kind), {})
 
 
 def statistics_of(model: nn.Module) -> list[Tensor]:
     """Return the running statistics of every batch norm as bytes: views for a single broadcast."""
-    buffers = [buffer for module in _norms_of(model) for buffer in module.buffers(recurse=False)]
+    buffers = [buffer for module in find_batch_norms(model) for buffer in module.buffers(recurse=False)]
     return [buffer.view(-1).view(torch.uint8) for buffer in buffers]
 
 
@@ -96,7 +100,7 @@ def refuse_batch_of_one(model: nn.Module, message: str) -> Generator[None]:
         if module.training and math.prod(shape[2:]) == 1:
             raise WorkloadError(f"batch norm over 1 value per channel: {message}")
 
-    hooks = [module.register_forward_pre_hook(check) for module in _norms_of(model)]
+    hooks = [module.register_forward_pre_hook(check) for module in find_batch_norms(model)]
     try:
         yield
     finally:
@@ -121,7 +125,8 @@ class _SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):  # pyright: ignor
             return self._with_running_statistics(input) if self.running_mean is not None else input
         has_variance = input.numel() > input.shape[1]  # one value has no variance, and is refused below
         if world.size == 1 and self.momentum is not None and has_variance:
-            return self._normalise_locally(input, moves_statistics=not state.is_recomputing)
+            moves_statistics = self.track_running_stats and not state.is_recomputing
+            return self._normalise_locally(input, moves_statistics)
         output, mean, unbiased = _Normalise.apply(input, self.weight, self.bias, self.eps, world, state.is_padding)
         if self.training and self.track_running_stats and not state.is_recomputing:
             self.update_running_stats(mean, unbiased)

@@ -118,9 +118,9 @@ def _mean_of_rounded_over_ranks(gradients: Sequence[Tensor], dtype: torch.dtype,
 def initial_factors(parameter: Tensor, matrix_rank: int, number: int) -> Factors | None:
     """Return a random Q that is the same on every rank (`number` is the parameter's index), and an error of zero.
 
-    None for a parameter that is not a matrix, or if both factors have as many elements as the matrix.
+    None for a parameter that is not a matrix or empty, or if both factors have as many elements as the matrix.
     """
-    if parameter.dim() < 2:
+    if parameter.dim() < 2 or not parameter.numel():
         return None
     n, m = parameter.shape[0], parameter.numel() // parameter.shape[0]
     if (n + m) * matrix_rank >= n * m:

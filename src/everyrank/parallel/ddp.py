@@ -23,7 +23,7 @@ from everyrank.parallel.parallelize import call_model
 from everyrank.parallel.precision import param_dtype
 from everyrank.world import World, do_all_ranks_agree
 
-__all__ = ["ModelWithCount", "apply_ddp", "check_unused_parameters", "global_sum_and_count"]
+__all__ = ["ModelWithCount", "apply_ddp", "check_reduced", "check_unused_parameters", "global_sum_and_count"]
 
 
 # the name since torch 2.13, which warns of the old one
@@ -95,3 +95,17 @@ def check_unused_parameters(parameters: Mapping[str, nn.Parameter], layout: Layo
     # another layout may train such a model, so a list of layouts goes on, if no rank waits for another's gradients
     is_everywhere = do_all_ranks_agree(world, f"unused parameters/{next(_CHECKS_FAILED)}")
     raise (UnsupportedLayoutError if is_everywhere else WorkloadError)(message)
+
+
+def check_reduced(ddp: DistributedDataParallel, layout: Layout) -> None:
+    """Raise `WorkloadError` after a backward in which a parameter took no part that had a gradient before.
+
+    DDP then leaves the gradients of its bucket as they are on each rank, and fails only in the next update.
+    """
+    try:
+        ddp._check_reducer_finalized()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]  (torch's own check)
+    except RuntimeError as error:
+        raise WorkloadError(
+            f"layout {layout}: some parameters took part in the loss of an earlier micro-batch, but not in the last, "
+            f"which averages the gradients; use --layout {layout.strategy}:find_unused=true"
+        ) from error

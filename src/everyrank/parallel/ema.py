@@ -33,8 +33,10 @@ class WeightEMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the averages after an optimizer step."""
-        averages, weights = local_tensors(self.tensors), local_tensors(self.parameters)
+        """Update the averages after an optimizer step; integers stay as they are."""
+        pairs = zip(local_tensors(self.tensors), local_tensors(self.parameters), strict=True)
+        pairs = [(average, weight) for average, weight in pairs if average.is_floating_point()]
+        averages, weights = [average for average, _ in pairs], [weight for _, weight in pairs]
         torch._foreach_lerp_(averages, weights, 1 - self.decay)  # pyright: ignore[reportPrivateUsage]  (documented)
 
     @torch.no_grad()

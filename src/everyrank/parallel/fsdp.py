@@ -23,6 +23,7 @@ from everyrank.errors import UnsupportedLayoutError
 from everyrank.layout import Layout
 from everyrank.layout.options import FSDPOptions
 from everyrank.parallel.mesh import Mesh
+from everyrank.parallel.pipeline.blocks import modules_outside
 from everyrank.parallel.precision import mixed_dtype
 
 __all__ = [
@@ -47,6 +48,7 @@ def apply_fsdp(
     which differ between ranks, are separate units over the ranks that hold the same experts. Raises
     `UnsupportedLayoutError` for experts that do not divide.
     """
+    _make_contiguous(model)
     policy = _policy(layout)
     root_policy = dataclasses.replace(policy, output_dtype=torch.float32 if mixed_dtype(layout) else None)
     options: dict[str, Any] = {"mesh": _device_mesh(mesh), "ignored_params": set(scalar_parameters(model))}
@@ -67,8 +69,16 @@ def apply_fsdp_to_blocks(blocks: list[nn.Module], layout: Layout, mesh: Mesh) ->
         return
     policy, device_mesh = _policy(layout), _device_mesh(mesh)
     for block in blocks:
+        _make_contiguous(block)
         replicated = set(scalar_parameters(block))
         fully_shard(block, mesh=device_mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=replicated)
+
+
+def _make_contiguous(module: nn.Module) -> None:
+    """Give parameters that are stored in another order (transposed, channels_last) the one that torch can shard."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def _policy(layout: Layout) -> MixedPrecisionPolicy:
@@ -104,8 +114,7 @@ def is_sharded(parameter: Tensor) -> bool:
 
 def fsdp_units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
     """Group blocks into FSDP units: blocks with tied weights form one; blocks tied to outside go to the root."""
-    inside = {module for block in blocks for module in block.modules()}
-    outside = [module for module in model.modules() if module not in inside]
+    outside = modules_outside(model, blocks)
     of_root = {parameter for module in outside for parameter in module.parameters(recurse=False)}
     units: list[list[nn.Module]] = []
     for unit in ([block] for block in blocks):
@@ -119,8 +128,8 @@ def fsdp_units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module
 
 
 def scalar_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return parameters without a dimension to shard; every rank keeps them whole."""
-    return [parameter for parameter in model.parameters() if parameter.dim() == 0]
+    """Return parameters without a dimension to shard, and empty ones; every rank keeps them whole."""
+    return [parameter for parameter in model.parameters() if parameter.dim() == 0 or not parameter.numel()]
 
 
 def set_requires_all_reduce(model: nn.Module, is_last: bool) -> None:

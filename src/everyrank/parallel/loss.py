@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from everyrank.data import Batch
+from everyrank.data.loader import map_tensors
 from everyrank.errors import NotFiniteError, UnsupportedLayoutError, WorkloadError
 from everyrank.parallel.batch_gather import loss_scope
-from everyrank.parallel.mesh import Mesh, full_tensor
+from everyrank.parallel.mesh import Mesh, full_tensor, local_tensor
 from everyrank.workload import Workload
 
 __all__ = ["check_total", "compute_loss", "evaluate_batch"]
@@ -36,11 +37,21 @@ def compute_loss(
     loss_sum = full_tensor(loss_sum)  # with sharded logits, the loss is a DTensor; every rank needs its full value
     if not isinstance(loss_sum, Tensor) or loss_sum.dim() != 0:
         raise WorkloadError(f"loss: the sum must be a tensor without dimensions, not {_describe(loss_sum)}")
+    if not loss_sum.requires_grad and torch.is_grad_enabled() and float(count) == 0:
+        loss_sum = loss_sum + _zero_of(output)  # other ranks have terms, and this one takes part in their collectives
     if not batch.size:  # a dummy sample adds nothing, but its backward takes part in the collectives
         loss_sum, count = loss_sum * 0.0, 0.0
     if loss_sum.device.type == "cpu":
         return loss_sum, torch.tensor((loss_sum.item(), float(count)), dtype=torch.float64)
     return loss_sum, _sum_and_count_on_device(loss_sum, count)
+
+
+def _zero_of(output: Any) -> float | Tensor:
+    """Return a zero that depends on each tensor of the output, so that backward gives gradients of zero."""
+    tensors: list[Tensor] = []
+    map_tensors(output, lambda tensor: tensors.append(tensor) or tensor)
+    trained = [local_tensor(tensor) for tensor in tensors if tensor.requires_grad and tensor.is_floating_point()]
+    return sum(tensor.reshape(-1)[:0].sum() for tensor in trained)
 
 
 def _sum_and_count_on_device(loss_sum: Tensor, count: Any) -> Tensor:

@@ -29,7 +29,7 @@ from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.parallel.check_equal import check_equal
 from everyrank.parallel.compress import apply_compression
-from everyrank.parallel.ddp import apply_ddp, check_unused_parameters, global_sum_and_count
+from everyrank.parallel.ddp import apply_ddp, check_reduced, check_unused_parameters, global_sum_and_count
 from everyrank.parallel.full_state import full_state_dict
 from everyrank.parallel.gradients import all_reduce_grads, norm_params, sum_squares
 from everyrank.parallel.mesh import open_mesh
@@ -64,6 +64,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
 
     def after_backward() -> None:
         check_unused_parameters(named, layout, world)
+        check_reduced(ddp, layout)
         all_reduce_grads(experts, mesh)  # over the ranks that hold the same experts
 
     step = make_step(

@@ -16,7 +16,7 @@ import contextlib
 
 from everyrank.data import Batch
 from everyrank.layout import Layout
-from everyrank.parallel.ddp import apply_ddp, check_unused_parameters, global_sum_and_count
+from everyrank.parallel.ddp import apply_ddp, check_reduced, check_unused_parameters, global_sum_and_count
 from everyrank.parallel.full_state import replicated_state_dict
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.parallelize import parallelize
@@ -48,12 +48,16 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         # Only the last micro-batch sends gradients. no_sync has to be entered before the forward pass.
         return contextlib.nullcontext() if is_last else ddp.no_sync()
 
+    def after_backward() -> None:
+        check_unused_parameters(named, layout, world)
+        check_reduced(ddp, layout)
+
     step = make_step(
         parallel,
         trainable,
         forward=ddp,  # returns the output and the carrier of [sum, count]
         around=around,
-        after_backward=lambda: check_unused_parameters(named, layout, world),
+        after_backward=after_backward,
         sum_over_ranks=lambda _: global_sum_and_count(ddp, world),
         num_averaged=world.size,
         after_step=lambda: broadcast_from_owners(trained, owners, world),

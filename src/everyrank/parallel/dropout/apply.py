@@ -8,9 +8,11 @@ this is done only for models that may call one. A model without dropout is not c
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -212,24 +214,52 @@ def _calls_functions(module: nn.Module) -> bool:
     fields = {**vars(module), **(vars(config) if hasattr(config, "__dict__") else {})}
     if any("drop" in name and isinstance(value, float) and value > 0 for name, value in fields.items()):
         return True
-    functions = [value for kind in type(module).__mro__ for value in vars(kind).values() if inspect.isfunction(value)]
+    values = [getattr(value, "func", value) for value in vars(module).values()]  # also of a functools.partial
+    if any(inspect.isroutine(value) and value in _FUNCTIONS for value in values):
+        return True
     seen: set[Any] = set()
-    called = {name for function in functions for name in _names_in(function, seen)}
-    return any(not hasattr(module, name) for name in _NAMES & called)  # `self.dropout` is a module
+    functions = [function for kind in type(module).__mro__ for function in _functions_of(kind)]
+    return any(name in _NAMES for function in functions for name in _names_in(function, seen))
+
+
+def _functions_of(kind: type) -> list[Any]:
+    """Return the functions in the body of a class that its forward may call: also properties, and decorated ones."""
+    values = [value for name, value in vars(kind).items() if name != "__init__"]
+    members: list[Any] = [getattr(value, "__func__", getattr(value, "fget", value)) for value in values]
+    layers = [layer for member in members if callable(member) for layer in (member, inspect.unwrap(member))]
+    return [layer for layer in layers if inspect.isfunction(layer)]
 
 
 def _names_in(function: Any, seen: set[Any]) -> set[str]:
-    """Return the names used by a user's function, by functions inside it, and by those of its file that it calls."""
+    """Return the names used by a user's function, by functions inside it, and by those of the user that it calls.
+
+    `self.dropout` is left out: it is a module.
+    """
     if function in seen or not is_user_code(function.__code__.co_filename):
         return set()
     seen.add(function)
-    codes, names = [function.__code__], set[str]()
+    codes, names, own = [function.__code__], set[str](), function.__code__.co_varnames[:1]
     while codes:
         code = codes.pop()
-        names.update(code.co_names)
+        names.update(_names_beside(own, code))
         codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
-    others = [function.__globals__.get(name) for name in names]
+    known = [function.__globals__.get(name) for name in names]
+    modules = [value for value in known if inspect.ismodule(value)]
+    others = [*known, *(vars(module).get(name) for module in modules for name in names)]
     return names.union(*(_names_in(other, seen) for other in others if inspect.isfunction(other)))
+
+
+def _names_beside(own: tuple[str, ...], code: types.CodeType) -> Iterator[str]:
+    """Yield the names that some code loads, without attributes of the variable `own`."""
+    before: Any = None  # the variable that the last instruction has loaded
+    for instruction in dis.get_instructions(code):
+        is_attribute = instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD"))
+        is_own = is_attribute and before in own
+        is_load = instruction.opname.startswith(("LOAD_", "IMPORT_"))
+        if is_load and not is_own and instruction.argval in code.co_names:
+            yield instruction.argval
+        names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        before = None if is_attribute else names[-1]  # an instruction of newer Python loads two variables
 
 
 def _follow_plan(model: nn.Module, exact: ExactDropout, plan: Mapping[str, str], by_sequence: bool) -> None:

@@ -50,7 +50,7 @@ class TensorParallel:
     def __init__(self, model: nn.Module, mesh: Mesh, plan: Mapping[str, str], checks_views: bool) -> None:
         self.model, self.mesh = model, mesh
         self.loss_is_split = "colwise_loss" in plan.values()
-        self.to_sum = [model.get_submodule(name) for name, word in plan.items() if word == "replicate_sum"]
+        self.to_sum = _modules_to_sum(model, plan)
         self.unseen = {name for name, _ in model.named_parameters()}
         self.num_checks = 0
         colwise = {name: model.get_submodule(name) for name, word in plan.items() if word == "colwise"}
@@ -72,10 +72,10 @@ class TensorParallel:
 
         Raises `UnsupportedLayoutError` for a parameter that is used on split features without the plan saying so.
         """
-        for module in self.to_sum:
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    dist.all_reduce(local_tensor(parameter.grad), group=self.mesh.group("tensor"))
+        parameters = [parameter for module in self.to_sum for parameter in module.parameters(recurse=False)]
+        for parameter in dict.fromkeys(parameters):  # a shared one once
+            if parameter.grad is not None:
+                dist.all_reduce(local_tensor(parameter.grad), group=self.mesh.group("tensor"))
         for parameter in self.model.parameters():
             gradient = parameter.grad
             if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
@@ -157,6 +157,17 @@ def apply_tensor_parallel(model: nn.Module, workload: Workload, layout: Layout, 
             module.register_forward_pre_hook(_gathering(devices, by_sequence, dim), with_kwargs=True)
     _tie(model, ties, plan)
     return TensorParallel(model, mesh, plan, checks_views=not layout.compile)
+
+
+def _modules_to_sum(model: nn.Module, plan: Mapping[str, str]) -> list[nn.Module]:
+    """Return the modules whose own parameters `replicate_sum` is for: not those inside that have a word themselves."""
+    result: list[nn.Module] = []
+    for name, module in model.named_modules():
+        while name and name not in plan:
+            name = name.rpartition(".")[0]
+        if plan.get(name) == "replicate_sum":
+            result.append(module)
+    return result
 
 
 def _style(word: str, by_sequence: bool, dim: int, is_gathered: bool) -> ParallelStyle | None:

@@ -50,8 +50,13 @@ _SPLIT: Mapping[str, tuple[type[nn.Module], int]] = {
 
 
 def resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return module name -> word for every module that the plan matches; later patterns win."""
-    names = [name for name, _ in model.named_modules() if name]
+    """Return module name -> word for every module that the plan matches; later patterns win.
+
+    A module of several names is matched by each of them, and returned under its first.
+    """
+    first_names = {module: name for name, module in model.named_modules()}
+    named = {name: first_names[module] for name, module in model.named_modules(remove_duplicate=False) if name}
+    names = list(named)
     result: dict[str, str] = {}
     for pattern, word in plan.items():
         if word not in PLAN_WORDS:
@@ -67,7 +72,7 @@ def resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             close = difflib.get_close_matches(pattern, shapes, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(shapes[:8])}"
             raise UnsupportedLayoutError(f"tensor_plan: {pattern!r} matches no module of the model{hint}")
-        result.update(dict.fromkeys(matched, word))
+        result.update(dict.fromkeys((named[name] for name in matched), word))
     return result
 
 
