@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import zoo
 from everyrank import Layout, Workload, parse_layout
@@ -24,6 +26,9 @@ from everyrank.parity.samples import check_samples
 from everyrank.record import read_records
 from everyrank.runs import Checkpoint, CheckpointMetadata
 from everyrank.strategies import prepare
+from everyrank.train.log import Log
+from everyrank.train.on_epoch import after_epoch
+from everyrank.train.training import Training
 from everyrank.world import World, single_process_world
 from processes import Cli
 
@@ -193,6 +198,36 @@ def iter_points() -> Any:
 def test_weights_in_shard_order_are_refused() -> None:
     with pytest.raises(WorkloadError, match="use order='global'"):
         zoo.workload("frozen", weights=sample_weights, order="shard")
+
+
+@pytest.mark.parametrize(
+    ("fields", "fragment"),
+    [
+        ({"metrics": {"loss": zoo.sign_accuracy}}, "metrics: the name 'loss' is that of the loss on eval_data"),
+        ({"metrics": {"eval_loss": zoo.sign_accuracy}}, "metrics: the name 'eval_loss'"),
+        ({"derived": {"eval_loss": max}}, "derived: the name 'eval_loss'"),
+        ({"derived": {"side": max}}, "derived: the name 'side' is that of one of metrics"),
+    ],
+)
+def test_metric_that_would_replace_another_value_is_refused(ranks: Any, fields: dict[str, Any], fragment: str) -> None:
+    """Its mean would be printed, and followed by a schedule, as the loss of the evaluation."""
+    for [text] in ranks(2, data_errors, [fields]):
+        assert fragment in text
+
+
+def test_metric_named_like_a_column_does_not_replace_it(tmp_path: Path) -> None:
+    """epochs.csv has the number of updates. The metric is in events.jsonl."""
+    row = {"step": 4, "epoch": 0, "epoch_seconds": 1.5, "mean_loss": 0.5, "evaluation": {"step": 7.0, "top1": 0.25}}
+    log = Log(tmp_path, [row], ["step", "top1"], [], SimpleNamespace())  # pyright: ignore[reportArgumentType]
+    log.close()
+    assert (tmp_path / "epochs.csv").read_text() == "epoch,step,seconds,loss,top1\n0,4,1.5,0.5,0.25\n"
+
+
+def test_learning_rate_in_a_tensor_is_logged() -> None:
+    """torch.optim takes both numbers and tensors."""
+    optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters(), lr=torch.tensor(0.25))
+    training: Any = SimpleNamespace(prepared=SimpleNamespace(trainable=SimpleNamespace(optimizer=optimizer)))
+    assert Training._rate(training) == 0.25
 
 
 def test_resume_with_different_drop_last_is_refused() -> None:
@@ -369,6 +404,32 @@ def test_on_epoch_runs_once_and_can_predict(cli: Cli, tmp_path: Path) -> None:
     for row in rows[2:]:
         assert row == pytest.approx(rows[row[0]], rel=1e-9)
     assert rows[0][2] == rows[0][3] != rows[1][2]
+
+
+def predictions_in_on_epoch(world: World) -> list[Tensor]:
+    """Return what `predict` of on_epoch gives after one update, and the output of the trained model."""
+    values, predictions = torch.ones(3, 5), list[Tensor]()
+
+    def on_epoch(epoch: int, metrics: dict[str, float], predict: Any) -> None:
+        del epoch, metrics
+        predictions.append(predict(values))
+
+    workload = zoo.workload("frozen", model=zoo.model_without_counter, on_epoch=on_epoch)
+    prepared = prepare(workload, parse_layout("parameter_server:servers=2,precision=float64"), world)
+    list(run_updates(prepared, zoo.Points(23), list(all_updates(1, 4))))
+    after_epoch(prepared, 0, {})
+    model = zoo.model_without_counter().double()
+    state = prepared.full_state()
+    if world.rank == 0:
+        model.load_state_dict(state)
+        predictions.append(model(values.double()).detach())
+    return predictions
+
+
+def test_on_epoch_predicts_with_the_newest_parameters_of_the_servers(ranks: Any) -> None:
+    """The trainers have those of before the last update, and no evaluation has gathered them."""
+    predicted, expected = ranks(4, predictions_in_on_epoch)[0]
+    torch.testing.assert_close(predicted, expected, rtol=1e-12, atol=0)
 
 
 def test_exception_in_on_epoch_ends_the_training(cli: Cli, tmp_path: Path) -> None:

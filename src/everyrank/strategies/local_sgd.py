@@ -52,7 +52,12 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     def step(batches: Sequence[Batch]) -> Tensor:
         trainable.zero_grad()
         local = forward_backward(parallel, trainable, batches)
-        local_update(trainable, local, batches)
+        # a loss that is NaN on some ranks only is not applied; the loop reports it on every rank, and so also on those
+        # that already wait in the next average
+        if world.size == 1 or local.is_cuda or bool(local.isfinite().all()):
+            local_update(trainable, local, batches)
+        else:
+            trainable.skip_update()
         averaging.after_update(local[1])
         return local
 

@@ -39,6 +39,7 @@ def after_epoch(prepared: Prepared, epoch: int, metrics: Mapping[str, float]) ->
         return _predict_on_all_ranks(prepared, value)
 
     generator_states = generators()  # restored below, so that the function does not change the training
+    prepared.gather_for_eval()
     prepared.model.eval()
     with prepared.averaged_weights():
         if world.rank != 0:

@@ -178,7 +178,7 @@ class Training:
     def _rate(self) -> float:
         """Return the learning rate of the next update, that of the first parameter group."""
         rate = self.prepared.trainable.optimizer.param_groups[0].get("lr")
-        return rate if isinstance(rate, float | int) else math.nan
+        return float(rate) if isinstance(rate, float | int | Tensor) else math.nan
 
     def _sync_losses(self, waiting: list[DoneUpdate]) -> tuple[bool, int]:
         """Sum the waiting losses over ranks. Returns whether to stop, and the number of updates until the next sum."""
