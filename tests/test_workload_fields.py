@@ -18,7 +18,7 @@ from everyrank.checkpoint.saver import _check_same_training
 from everyrank.cli import main
 from everyrank.data import all_updates, planned_updates, samples_per_epoch
 from everyrank.data.parts import order_of
-from everyrank.errors import UsageError, WorkloadError
+from everyrank.errors import RankFailedError, UsageError, WorkloadError
 from everyrank.loop import evaluate, open_data, run_updates
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import check_layout, parity_case, trace
@@ -430,6 +430,22 @@ def test_on_epoch_predicts_with_the_newest_parameters_of_the_servers(ranks: Any)
     """The trainers have those of before the last update, and no evaluation has gathered them."""
     predicted, expected = ranks(4, predictions_in_on_epoch)[0]
     torch.testing.assert_close(predicted, expected, rtol=1e-12, atol=0)
+
+
+def error_of_wrong_input(world: World) -> str:
+    """Return the error of an on_epoch that predicts for an array of numpy."""
+    workload = zoo.workload("frozen", on_epoch=lambda epoch, metrics, predict: predict(torch.ones(3, 5).numpy()))
+    prepared = prepare(workload, parse_layout("ddp"), world)
+    with pytest.raises((TypeError, RankFailedError)) as caught:
+        after_epoch(prepared, 0, {})
+    return str(caught.value)
+
+
+def test_input_that_on_epoch_cannot_predict_is_named_on_all_ranks(ranks: Any) -> None:
+    """The other rank must not wait for a prediction that rank 0 cannot make."""
+    for text in ranks(2, error_of_wrong_input):
+        assert "takes a batch of tensors" in text
+        assert "not ndarray" in text
 
 
 def test_exception_in_on_epoch_ends_the_training(cli: Cli, tmp_path: Path) -> None:
