@@ -26,6 +26,7 @@ from everyrank.parity.samples import check_samples
 from everyrank.record import read_records
 from everyrank.runs import Checkpoint, CheckpointMetadata
 from everyrank.strategies import prepare
+from everyrank.train.buffers import different_buffers
 from everyrank.train.log import Log
 from everyrank.train.on_epoch import after_epoch
 from everyrank.train.training import Training
@@ -455,3 +456,41 @@ def test_exception_in_on_epoch_ends_the_training(cli: Cli, tmp_path: Path) -> No
     assert process.status == 4
     assert "ValueError: my plot" in (tmp_path / "rank1.err").read_text()
     assert "watched.py:10 in on_epoch: ValueError: my plot" in process.err
+
+
+# --- buffers that the model writes
+
+
+class TrackingModel(nn.Module):
+    """A model with running statistics, of the samples of one rank, and a count of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(1, track_running_stats=True)
+        self.head = nn.Linear(5, 2)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.cache = values[:1, 0].detach()
+        return self.head(self.norm(values[:, None])[:, 0])
+
+
+def buffers_that_differ(world: World, layout: str, batch_norm: bool) -> list[str]:
+    """Return the names after one update."""
+    workload = zoo.workload("norm") if batch_norm else zoo.workload("frozen", model=TrackingModel, blocks=None)
+    prepared = prepare(workload, parse_layout(layout), world)
+    list(run_updates(prepared, zoo.Points(23), list(all_updates(1, 4))))
+    return different_buffers(prepared)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "fsdp", "local_sgd"])
+def test_buffers_that_a_model_writes_from_samples_of_one_rank_are_named(ranks: Any, layout: str) -> None:
+    """Each rank would evaluate with its own. Replicas of local_sgd differ on purpose, and are averaged."""
+    for names in ranks(2, buffers_that_differ, layout, False):
+        assert names == ([] if layout == "local_sgd" else ["norm.running_mean", "norm.running_var"])
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "ddp:batch_norm=local"])
+def test_running_statistics_of_batch_norm_do_not_differ(ranks: Any, layout: str) -> None:
+    """They are computed over all ranks, or broadcast."""
+    assert ranks(2, buffers_that_differ, layout, True) == [[], []]
