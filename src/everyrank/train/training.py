@@ -173,8 +173,8 @@ class Training:
         if names:
             others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             self.display.line(
-                f"buffer {names[0]}{others} differs between ranks: the model writes it in forward from samples or random "
-                "numbers of one rank, so this is not the training of one device; check it with everyrank verify"
+                f"buffer {names[0]}{others} differs between ranks: the model writes it in forward from samples or "
+                "random numbers of one rank, so this is not the training of one device; check it with everyrank verify"
             )
 
     def _shares(self, updates: Updates, start_step: int) -> Iterator[Tensor]:
