@@ -340,6 +340,16 @@ def entry(backend: str, time_ns: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [("nccl:recv 0<-1", "recv from 2"), ("nccl:send 0->2", "send to 7"), ("nccl:coalesced", "coalesced")],
+)
+def test_message_of_nccl_names_the_global_rank_of_its_peer(name: str, operation: str) -> None:
+    """nccl records ranks of the group, here `new_group([5, 2, 7])`."""
+    message = entry("nccl", 1) | {"profiling_name": name, "is_p2p": True, "process_group": ["3", "mine"]}
+    assert recorder._row(message, {"3": [5, 2, 7]})[2] == operation
+
+
 @pytest.mark.parametrize("with_locations", [False, True])
 def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, with_locations: bool) -> None:
     """The recorders are those of gloo, of nccl2 (`nccl` from torch 2.15 on) and of the older nccl.
@@ -372,7 +382,7 @@ def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, 
     ):
         present = {name: value for name, value in (functions | changed).items() if value is not None}
         monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**present))
-        rows = recorder._flight_recorder(with_locations)
+        rows = recorder._flight_recorder(with_locations, {})
         assert [row[7] for row in rows] == expected_times
         assert all(row[:7] == ["0", 1, "all_reduce", 8, "float32", False, False] for row in rows)
 

@@ -65,6 +65,12 @@ def test_checksum_reads_large_small_and_noncontiguous_tensors() -> None:
             before = int(bits_checksum(tensors))
 
 
+def test_checksum_reads_tensors_of_several_devices() -> None:
+    """Adam keeps its step counts on the CPU next to parameters on a GPU."""
+    tensors = [torch.zeros(3, device="meta"), torch.zeros(()), torch.zeros(1 << 17)]
+    assert bits_checksum(tensors).device.type == "meta"
+
+
 # --- which ranks hold replicas
 
 

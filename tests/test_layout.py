@@ -1,5 +1,7 @@
 """Layout strings: accepted forms, parsed values and error messages."""
 
+from typing import Any
+
 import pytest
 
 from everyrank.errors import LayoutError
@@ -227,3 +229,25 @@ def test_layout_is_immutable() -> None:
     """A layout that changes during a comparison would be reported under the wrong name."""
     with pytest.raises(AttributeError):
         Layout("ddp").accumulate = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"accumulate": "4"}, "accumulate='4': give a whole number"),
+        ({"accumulate": 2.0}, "accumulate=2.0: give a whole number"),
+        ({"accumulate": True}, "accumulate=True: give a whole number"),
+        ({"recompute": "no"}, "recompute='no': give True or False"),
+        ({"precision": None}, "precision=None: give text"),
+        ({"simulated": None}, "simulated=None: give a whole number"),
+        ({"degrees": {"context": 2.0}}, "context=2.0: give a whole number"),
+        ({"degrees": [("context", 2)]}, "degrees=[('context', 2)]: give a dict"),
+        ({"options": None}, "options=None: give a dict"),
+        ({"options": {"find_unused": "false"}}, "find_unused=false: give true or false"),
+    ],
+)
+def test_value_of_a_wrong_type_from_python_is_refused(fields: dict[str, Any], message: str) -> None:
+    """The text "false" would count as true, and others would fail in the first update."""
+    with pytest.raises(LayoutError) as raised:
+        Layout("ddp", **fields)
+    assert message in str(raised.value)

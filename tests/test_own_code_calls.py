@@ -140,6 +140,7 @@ def test_layout_with_a_custom_function_is_printed_as_it_was_typed(
         ({"axes": {"dp": "samples"}}, "axes={'dp': 'samples'}: give one of batch"),
         ({"gradients": "average"}, "gradients='average': give mean or sum"),
         ({"axes": {"dp": "batch"}, "gradients": {"tp": "sum"}}, "gradients of tp: no such axis"),
+        ({"gradients": {"contxt": "sum"}}, "gradients of contxt: no such axis; it has data, dp,"),
     ],
 )
 def test_invalid_contract_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import zoo
 from everyrank import Layout, Workload, parse_layout
@@ -16,7 +18,7 @@ from everyrank.checkpoint.saver import _check_same_training
 from everyrank.cli import main
 from everyrank.data import all_updates, planned_updates, samples_per_epoch
 from everyrank.data.parts import order_of
-from everyrank.errors import UsageError, WorkloadError
+from everyrank.errors import RankFailedError, UsageError, WorkloadError
 from everyrank.loop import evaluate, open_data, run_updates
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import check_layout, parity_case, trace
@@ -24,6 +26,10 @@ from everyrank.parity.samples import check_samples
 from everyrank.record import read_records
 from everyrank.runs import Checkpoint, CheckpointMetadata
 from everyrank.strategies import prepare
+from everyrank.train.buffers import different_buffers
+from everyrank.train.log import Log
+from everyrank.train.on_epoch import after_epoch
+from everyrank.train.training import Training
 from everyrank.world import World, single_process_world
 from processes import Cli
 
@@ -193,6 +199,36 @@ def iter_points() -> Any:
 def test_weights_in_shard_order_are_refused() -> None:
     with pytest.raises(WorkloadError, match="use order='global'"):
         zoo.workload("frozen", weights=sample_weights, order="shard")
+
+
+@pytest.mark.parametrize(
+    ("fields", "fragment"),
+    [
+        ({"metrics": {"loss": zoo.sign_accuracy}}, "metrics: the name 'loss' is that of the loss on eval_data"),
+        ({"metrics": {"eval_loss": zoo.sign_accuracy}}, "metrics: the name 'eval_loss'"),
+        ({"derived": {"eval_loss": max}}, "derived: the name 'eval_loss'"),
+        ({"derived": {"side": max}}, "derived: the name 'side' is that of one of metrics"),
+    ],
+)
+def test_metric_that_would_replace_another_value_is_refused(ranks: Any, fields: dict[str, Any], fragment: str) -> None:
+    """Its mean would be printed, and followed by a schedule, as the loss of the evaluation."""
+    for [text] in ranks(2, data_errors, [fields]):
+        assert fragment in text
+
+
+def test_metric_named_like_a_column_does_not_replace_it(tmp_path: Path) -> None:
+    """epochs.csv has the number of updates. The metric is in events.jsonl."""
+    row = {"step": 4, "epoch": 0, "epoch_seconds": 1.5, "mean_loss": 0.5, "evaluation": {"step": 7.0, "top1": 0.25}}
+    log = Log(tmp_path, [row], ["step", "top1"], [], SimpleNamespace())  # pyright: ignore[reportArgumentType]
+    log.close()
+    assert (tmp_path / "epochs.csv").read_text() == "epoch,step,seconds,loss,top1\n0,4,1.5,0.5,0.25\n"
+
+
+def test_learning_rate_in_a_tensor_is_logged() -> None:
+    """torch.optim takes both numbers and tensors."""
+    optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters(), lr=torch.tensor(0.25))
+    training: Any = SimpleNamespace(prepared=SimpleNamespace(trainable=SimpleNamespace(optimizer=optimizer)))
+    assert Training._rate(training) == 0.25
 
 
 def test_resume_with_different_drop_last_is_refused() -> None:
@@ -371,6 +407,48 @@ def test_on_epoch_runs_once_and_can_predict(cli: Cli, tmp_path: Path) -> None:
     assert rows[0][2] == rows[0][3] != rows[1][2]
 
 
+def predictions_in_on_epoch(world: World) -> list[Tensor]:
+    """Return what `predict` of on_epoch gives after one update, and the output of the trained model."""
+    values, predictions = torch.ones(3, 5), list[Tensor]()
+
+    def on_epoch(epoch: int, metrics: dict[str, float], predict: Any) -> None:
+        del epoch, metrics
+        predictions.append(predict(values))
+
+    workload = zoo.workload("frozen", model=zoo.model_without_counter, on_epoch=on_epoch)
+    prepared = prepare(workload, parse_layout("parameter_server:servers=2,precision=float64"), world)
+    list(run_updates(prepared, zoo.Points(23), list(all_updates(1, 4))))
+    after_epoch(prepared, 0, {})
+    model = zoo.model_without_counter().double()
+    state = prepared.full_state()
+    if world.rank == 0:
+        model.load_state_dict(state)
+        predictions.append(model(values.double()).detach())
+    return predictions
+
+
+def test_on_epoch_predicts_with_the_newest_parameters_of_the_servers(ranks: Any) -> None:
+    """The trainers have those of before the last update, and no evaluation has gathered them."""
+    predicted, expected = ranks(4, predictions_in_on_epoch)[0]
+    torch.testing.assert_close(predicted, expected, rtol=1e-12, atol=0)
+
+
+def error_of_wrong_input(world: World) -> str:
+    """Return the error of an on_epoch that predicts for an array of numpy."""
+    workload = zoo.workload("frozen", on_epoch=lambda epoch, metrics, predict: predict(torch.ones(3, 5).numpy()))
+    prepared = prepare(workload, parse_layout("ddp"), world)
+    with pytest.raises((TypeError, RankFailedError)) as caught:
+        after_epoch(prepared, 0, {})
+    return str(caught.value)
+
+
+def test_input_that_on_epoch_cannot_predict_is_named_on_all_ranks(ranks: Any) -> None:
+    """The other rank must not wait for a prediction that rank 0 cannot make."""
+    for text in ranks(2, error_of_wrong_input):
+        assert "takes a batch of tensors" in text
+        assert "not ndarray" in text
+
+
 def test_exception_in_on_epoch_ends_the_training(cli: Cli, tmp_path: Path) -> None:
     """The exit code is 4, and the error has the line in the user's function."""
     (tmp_path / "watched.py").write_text(WATCHED)
@@ -378,3 +456,41 @@ def test_exception_in_on_epoch_ends_the_training(cli: Cli, tmp_path: Path) -> No
     assert process.status == 4
     assert "ValueError: my plot" in (tmp_path / "rank1.err").read_text()
     assert "watched.py:10 in on_epoch: ValueError: my plot" in process.err
+
+
+# --- buffers that the model writes
+
+
+class TrackingModel(nn.Module):
+    """A model with running statistics, of the samples of one rank, and a count of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(1, track_running_stats=True)
+        self.head = nn.Linear(5, 2)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.cache = values[:1, 0].detach()
+        return self.head(self.norm(values[:, None])[:, 0])
+
+
+def buffers_that_differ(world: World, layout: str, batch_norm: bool) -> list[str]:
+    """Return the names after one update."""
+    workload = zoo.workload("norm") if batch_norm else zoo.workload("frozen", model=TrackingModel, blocks=None)
+    prepared = prepare(workload, parse_layout(layout), world)
+    list(run_updates(prepared, zoo.Points(23), list(all_updates(1, 4))))
+    return different_buffers(prepared)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "fsdp", "local_sgd"])
+def test_buffers_that_a_model_writes_from_samples_of_one_rank_are_named(ranks: Any, layout: str) -> None:
+    """Each rank would evaluate with its own. Replicas of local_sgd differ on purpose, and are averaged."""
+    for names in ranks(2, buffers_that_differ, layout, False):
+        assert names == ([] if layout == "local_sgd" else ["norm.running_mean", "norm.running_var"])
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "ddp:batch_norm=local"])
+def test_running_statistics_of_batch_norm_do_not_differ(ranks: Any, layout: str) -> None:
+    """They are computed over all ranks, or broadcast."""
+    assert ranks(2, buffers_that_differ, layout, True) == [[], []]

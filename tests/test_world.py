@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ import everyrank
 from everyrank.errors import CannotRunError, RankFailedError, UsageError
 from everyrank.launch import Launch, RankInfo, num_cores, rank_info_from_environment, run_ranks, threads_asked
 from everyrank.world import (
+    SameValue,
     World,
     choose_backend,
     choose_device,
@@ -36,6 +38,30 @@ from everyrank.world.collectives import (
     sum_over_ranks,
 )
 from processes import free_port
+
+_VALUES = (("", ""), ("", ""), ("a", "a"), ("a", "a"), ("b", "a"))
+"""The values of two ranks in some updates. In the last one only rank 0 changes its value."""
+
+
+def differences_between_ranks(world: World) -> list[Any]:
+    """Return the differences that this rank finds in each update."""
+    compared = SameValue(dataclasses.replace(world, timeout_seconds=1.0))
+    return [compared.differences(values[world.rank]) for values in _VALUES]
+
+
+def test_rank_whose_value_changes_finds_the_difference(ranks: Any) -> None:
+    """Only the other rank, which has not changed its value, does not know."""
+    equal = [({}, True)] * 4
+    assert ranks(2, differences_between_ranks) == [[*equal, ({0: "b", 1: "a"}, False)], [*equal, ({}, True)]]
+
+
+def first_difference(world: World) -> Any:
+    return SameValue(world).differences(str(world.rank))
+
+
+def test_all_ranks_find_a_difference_of_their_first_values(ranks: Any) -> None:
+    assert ranks(2, first_difference) == [({0: "0", 1: "1"}, True)] * 2
+
 
 TORCHRUN = {
     "RANK": "1",

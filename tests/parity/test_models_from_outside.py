@@ -137,6 +137,62 @@ def test_optimizers_with_step_tensors_are_equal_under_local_sgd(ranks: Any, opti
         assert result.startswith("equal"), result
 
 
+class RoutedModel(nn.Module):
+    """Two mixtures that call an expert only if a sample has chosen it, (B, 5) -> (B, 2)."""
+
+    def __init__(self, has_scales: bool = False) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 6), nn.Linear(6, 2)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.scales = nn.ParameterList(nn.Parameter(torch.tensor(1.0)) for _ in range(3)) if has_scales else None
+
+    def forward(self, values: Tensor) -> Tensor:
+        stream = self.first(values)
+        choices = (stream.detach().sum(1) * 7).floor().long() % 3
+        for index, expert in enumerate(self.experts):
+            rows = (choices == index).nonzero()[:, 0]
+            if len(rows):
+                part = stream[rows] * self.scales[index] if self.scales is not None else expert(stream[rows])
+                stream = stream.index_add(0, rows, part)
+        return self.head(stream)
+
+
+def routed_workload(optimizer: str, **changes: Any) -> Any:
+    """Return a workload whose two ranks call different experts, one each, in the first update."""
+    fields: dict[str, Any] = {"model": RoutedModel, "blocks": None, "clip_norm": None, "global_batch": 2, "seed": 5}
+    return zoo.workload("frozen", optimizer, **(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("layout", "optimizer", "changes"),
+    [
+        ("fsdp", "sgd", {}),
+        ("fsdp:accumulate=2", "sgd", {"global_batch": 4}),
+        ("fsdp", "sgd", {"model": lambda: RoutedModel(has_scales=True)}),
+        ("local_sgd", "adamw", {}),
+        ("local_sgd:every=2", "adamw", {}),
+    ],
+)
+def test_gradients_of_different_parameters_are_not_added_up(
+    ranks: Any, layout: str, optimizer: str, changes: dict[str, Any]
+) -> None:
+    """The gradient of one expert has the size of that of another one. The message names the parameter and a rank."""
+    workload = routed_workload(optimizer, **changes)
+    [result, _] = ranks(2, outcome, workload, layout, next(KEYS))
+    assert result.startswith("refused: "), result
+    assert any(name in result for name in ("experts.", "scales."))
+    assert "ddp:find_unused=true" in result
+
+
+def test_experts_that_some_ranks_do_not_call_are_equal_under_ddp(ranks: Any) -> None:
+    """This is the layout that the message recommends. Plain SGD of local_sgd has no state to average."""
+    momentum = routed_workload("sgd")
+    plain = changed(momentum, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
+    for layout, workload in (("ddp:find_unused=true", momentum), ("local_sgd", plain)):
+        [result, _] = ranks(2, outcome, workload, layout, next(KEYS))
+        assert result.startswith("equal"), result
+
+
 def test_masks_of_rows_do_not_depend_on_padding() -> None:
     """Attention dropout has shape (heads, queries, keys). A batch with more padding has the same masks."""
     keys = sample_keys(5, range(3), torch.device("cpu"))

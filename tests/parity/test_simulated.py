@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zoo
 from everyrank import parse_layout
+from everyrank.data import all_updates
+from everyrank.data.order import epoch_order
 from everyrank.errors import LayoutError
 from everyrank.layout.options import LocalSGDOptions
-from everyrank.loop import open_data
+from everyrank.loop import open_data, run_updates
 from everyrank.parallel import compress, local_sgd, parallelize
 from everyrank.parity import check_layout, parity_case
 from everyrank.parity.reference import ensure_references
 from everyrank.record import Parity
 from everyrank.strategies import local_sgd as strategy
+from everyrank.strategies import prepare
 from everyrank.world import World
 from parity.test_equal import in_float64
 
@@ -218,6 +222,29 @@ def test_powersgd_is_equal_to_that_of_torch(ranks: Any) -> None:
     for differences in ranks(2, differences_from_torch_powersgd):
         assert len(differences) == 2
         assert all(float(difference) < 1e-10 for difference in differences)
+
+
+# --- a loss that is NaN on one rank
+
+
+def losses_with_nan(world: World) -> list[list[float]]:
+    """Return the local (sum, count) of updates in which the loss of the first sample is NaN."""
+    data = zoo.Points(8)
+    first_target = data.targets[int(epoch_order(8, 0, 0)[0])]
+
+    def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        is_bad = bool((target == first_target).all(1).any())
+        return (output - target).square().sum() * (math.nan if is_bad else 1.0), target.numel()
+
+    workload = zoo.workload("frozen", model=zoo.model_without_counter, loss=loss, global_batch=4)
+    prepared = prepare(workload, parse_layout("local_sgd:every=2"), world)
+    return [local_loss.tolist() for local_loss in run_updates(prepared, data, list(all_updates(2, 2)))]
+
+
+def test_loss_that_is_nan_on_one_rank_is_returned_on_all(ranks: Any) -> None:
+    """The other rank waits in the average, so no rank can end alone. The loop raises after the sum of the losses."""
+    for rank, local_losses in enumerate(ranks(2, losses_with_nan)):
+        assert [math.isnan(loss_sum) for loss_sum, _ in local_losses] == [rank == 0, False]
 
 
 # --- unsupported options

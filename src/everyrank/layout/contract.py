@@ -98,9 +98,9 @@ class ParallelContract:
         for axis, reduction in reductions.items():
             if reduction not in ("mean", "sum"):
                 raise LayoutError(f"contract: gradients={reduction!r}: give mean or sum")
-            if axis and self.axes is not None and axis not in axes:
-                raise LayoutError(f"contract: gradients of {axis}: no such axis; it has {', '.join(axes)}")
-
+            if axis and not self.reads(axis):
+                names = axes if self.axes is not None else (name for names in _USUAL_NAMES.values() for name in names)
+                raise LayoutError(f"contract: gradients of {axis}: no such axis; it has {', '.join(names)}")
         if not callable(self.positions) and self.positions not in ("contiguous", "zigzag"):
             raise LayoutError(
                 f"contract: positions={self.positions!r}: give contiguous, zigzag, or (length, ranks) -> positions"

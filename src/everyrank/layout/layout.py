@@ -40,6 +40,18 @@ _APEX_LEVELS = {
 }
 """Messages for values of opt_level of apex.amp.initialize (deprecated); see docs/mixed_precision.md."""
 
+_TYPES: dict[str, type] = {
+    "strategy": str,
+    "degrees": Mapping,
+    "accumulate": int,
+    "precision": str,
+    "recompute": bool,
+    "compile": bool,
+    "options": Mapping,
+    "simulated": int,
+}
+_WANTED: dict[type, str] = {str: "text", int: "a whole number", bool: "True or False", Mapping: "a dict"}
+
 T = TypeVar("T")
 
 
@@ -80,6 +92,7 @@ class Layout:
     simulated: int = 0
 
     def __post_init__(self) -> None:
+        self._check_types()
         strategy = find_strategy(self.strategy)
         if strategy is None:
             raise LayoutError(f"layout {self.strategy!r}: {_suggest_strategy(self.strategy, STRATEGIES)}")
@@ -95,6 +108,15 @@ class Layout:
             if degree < 1:
                 raise LayoutError(f"layout {self}: {axis}={degree}: give at least 1 rank")
         self._check_options(strategy)
+
+    def _check_types(self) -> None:
+        """Raise `LayoutError` for a value that the text of a layout cannot have: Python callers may give anything."""
+        values = {name: (getattr(self, name), kind) for name, kind in _TYPES.items()}
+        if isinstance(self.degrees, Mapping):
+            values |= {str(axis): (degree, int) for axis, degree in self.degrees.items()}
+        for name, (value, kind) in values.items():
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                raise LayoutError(f"layout {self.strategy!r}: {name}={value!r}: give {_WANTED[kind]}")
 
     def _check_options(self, strategy: Strategy) -> None:
         kinds = strategy.kinds()

@@ -91,6 +91,8 @@ def problem_with(value: object, kind: Kind) -> str:
     """Return a message about a wrong value of a key, or ""."""
     if isinstance(kind, tuple):
         return "" if value in kind else f"give one of {', '.join(kind)}"
+    if kind is bool and not isinstance(value, bool):
+        return "give true or false"
     if kind is int and not (isinstance(value, int) and value >= 1):
         return "give at least 1"
     if kind is float and not (isinstance(value, int | float) and 0 < value < math.inf):

@@ -48,6 +48,7 @@ def open_data(workload: Workload, world: World, counts_uneven: bool = True) -> t
     counted only if `counts_uneven`. Raises `WorkloadError` for data that cannot be split, or whose length differs
     between ranks.
     """
+    _check_metric_names(workload)
     seed_everything(workload.seed)  # random data is equal on all ranks
     with wrap_user_errors():
         train_data: Any = workload.train_data()
@@ -99,6 +100,20 @@ def _open_uneven(
             f"train_data: streams of {data.lengths} samples have no update (drop_last={workload.drop_last})"
         )
     return data
+
+
+def _check_metric_names(workload: Workload) -> None:
+    """Raise `WorkloadError` for a metric whose value would replace the loss of the evaluation or another metric."""
+    loss_names = {"loss", "eval_loss"}
+    for field, names, taken in (
+        ("metrics", workload.metrics, loss_names),
+        ("derived", workload.derived, loss_names | workload.metrics.keys()),
+    ):
+        for name in (name for name in names if name in taken):
+            owner = "the loss on eval_data (eval_loss)" if name in loss_names else "one of metrics"
+            raise WorkloadError(
+                f"workload {workload.name}: {field}: the name {name!r} is that of {owner}; give another"
+            )
 
 
 def _check_weights(weights: Callable[[], Sequence[float]], data: Any, world: World) -> None:

@@ -9,6 +9,7 @@ batch_gather.py   all-gather for losses over the whole batch
 loss.py           loss and metrics as (sum, count)
 ema.py            exponential moving average of the weights
 gradients.py      gradient reduction over groups of ranks, and gradient norms
+same_gradients.py checks that all ranks have gradients of the same parameters
 trainable.py      model, optimizer, schedule, loss scaler and averages: the state that an update changes
 batch_norm.py     synchronised batch norm, on CPU too
 file_backed.py    tensors stored in a file instead of memory

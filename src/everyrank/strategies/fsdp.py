@@ -37,6 +37,7 @@ from everyrank.parallel.full_state import full_state_dict
 from everyrank.parallel.gradients import average_replicated_grads, norm_params, sum_squares
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.parallelize import ParallelModel, call_model, find_blocks, parallelize
+from everyrank.parallel.same_gradients import SameGradients
 from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
 from everyrank.strategies.step import make_predict, make_step
@@ -58,9 +59,13 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     replicated = scalar_parameters(model)
     sum_grad_squares = functools.partial(sum_squares, norm_params(trainable.parameters, mesh), mesh)
 
+    same_gradients = SameGradients(dict(model.named_parameters()), layout, world)
+
     def around(is_last: bool, _: Batch) -> contextlib.AbstractContextManager[None]:
         set_requires_all_reduce(model, is_last)
-        return contextlib.nullcontext()
+        # with replicas, torch keeps the gradients of earlier micro-batches to itself
+        has_gradients = is_last or mesh.size("replicate") == 1
+        return same_gradients.check_backward() if has_gradients else contextlib.nullcontext()
 
     def forward(value: Any) -> tuple[Any, None]:
         output = call_model(model, value)

@@ -26,11 +26,12 @@ blocks from a file, for a model that fits in the memory of no rank.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everyrank.data import Batch
 from everyrank.errors import UnsupportedLayoutError
@@ -41,12 +42,13 @@ from everyrank.parallel.fsdp import apply_fsdp_to_blocks, is_sharded
 from everyrank.parallel.full_state import full_state_dict
 from everyrank.parallel.gradients import all_reduce_grads, norm_params, sum_squares, total_and_missing_grads
 from everyrank.parallel.loss import compute_loss
-from everyrank.parallel.mesh import open_mesh
+from everyrank.parallel.mesh import Mesh, open_mesh
 from everyrank.parallel.parallelize import call_model, parallelize
 from everyrank.parallel.pipeline.deferred import WeightGradQueue
 from everyrank.parallel.pipeline.run import PipelineRun
 from everyrank.parallel.pipeline.stage import apply_pipeline
 from everyrank.parallel.precision import autocast
+from everyrank.parallel.same_gradients import SameGradients
 from everyrank.parallel.tensor.apply import is_split
 from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
@@ -72,6 +74,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     sum_grad_squares = functools.partial(
         sum_squares, norm_params(trainable.parameters, mesh, set(stage_parameters)), mesh
     )
+    same_gradients = SameGradients(dict(_named(model, stage_parameters)), layout, world, _replicas(mesh))
     pipeline = PipelineRun(mesh, stages, options, weight_grads, trainable.enter_phase)
     loss_errors: list[
         UnsupportedLayoutError
@@ -84,6 +87,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         for first in range(0, len(batches), pipeline.num_micro_batches):
             share += flow(batches[first : first + pipeline.num_micro_batches])
         raise_on_all_ranks(loss_errors, world, is_first)
+        same_gradients.check()
         parallel.reduce_partial_grads()
         total = total_and_missing_grads(share, outside_parameters, world)
         all_reduce_grads(outside_parameters, mesh, "pipeline")
@@ -142,3 +146,14 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         num_micro_batches=layout.accumulate * pipeline.num_micro_batches,
         idle=pipeline.idle,
     )
+
+
+def _named(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    chosen = set(parameters)
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter in chosen]
+
+
+def _replicas(mesh: Mesh) -> list[int]:
+    """Return the ranks that hold the same stage, or parts of it, and have different samples."""
+    degrees = itertools.product(range(mesh.size("replicate")), range(mesh.size("shard")))
+    return [mesh.rank_at(replicate=replicate, shard=shard) for replicate, shard in degrees]

@@ -8,6 +8,7 @@ throughput.py   samples per second
 job.py          the prepared model with its data; evaluates it
 on_epoch.py     calls the user's `Workload.on_epoch`
 stragglers.py   finds ranks that are slower than the others, and why
+buffers.py      finds buffers that differ between ranks after the first update
 guard.py        compares replicas by checksums
 saving.py       when a checkpoint is due; reports a failure to save
 training.py     the loop: updates, evaluations, checkpoints, stop requests

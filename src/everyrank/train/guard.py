@@ -195,15 +195,16 @@ def bits_checksum(tensors: Sequence[Tensor]) -> Tensor:
     """
     device = tensors[0].device if tensors else torch.device("cpu")
     total = torch.zeros((), dtype=torch.int64, device=device)
-    small_by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    # by dtype and device: Adam keeps its step counts on the CPU next to CUDA parameters
+    small_of_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         bits = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
         if bits.numel() <= _MAX_SMALL:
-            small_by_dtype.setdefault(bits.dtype, []).append(bits)
+            small_of_kind.setdefault((bits.dtype, bits.device), []).append(bits)
         else:
-            total = total * _ODD + _weighted(bits)
-    for small_tensors in small_by_dtype.values():
-        total = total * _ODD + _weighted(torch.cat(small_tensors))
+            total = total * _ODD + _weighted(bits).to(device)
+    for small_tensors in small_of_kind.values():
+        total = total * _ODD + _weighted(torch.cat(small_tensors)).to(device)
     return total
 
 

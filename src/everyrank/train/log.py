@@ -26,6 +26,7 @@ __all__ = ["Log", "open_log"]
 
 _FILES = ("log.jsonl", "events.jsonl", "log.csv", "epochs.csv")
 _UPDATE = ("step", "epoch", "loss", "lr", "terms", "time")
+_EPOCH = ("epoch", "step", "seconds", "loss")
 
 
 def _kept_rows(run: Path, end_step: int) -> tuple[list[dict[str, Any]], list[str]]:
@@ -93,9 +94,8 @@ class Log:
         self.files = [_open_replacement(run / name) for name in _FILES]
         self.lines, self.events, self.updates, self.epochs = self.files
         self.update_table = csv.writer(self.updates, lineterminator="\n")
-        self.epoch_table = csv.DictWriter(
-            self.epochs, ["epoch", "step", "seconds", "loss", *metrics], extrasaction="ignore", lineterminator="\n"
-        )
+        columns = list(dict.fromkeys([*_EPOCH, *metrics]))  # a metric may have the name of a column
+        self.epoch_table = csv.DictWriter(self.epochs, columns, extrasaction="ignore", lineterminator="\n")
         self.update_table.writerow(_UPDATE)
         self.epoch_table.writeheader()
         for row in rows:
@@ -134,8 +134,8 @@ class Log:
         if "loss" in row:
             self.update_table.writerow([row.get(name) for name in _UPDATE])
         elif "epoch_seconds" in row:
-            values = {"epoch": row["epoch"], "step": row["step"], "seconds": row["epoch_seconds"]}
-            self.epoch_table.writerow({**values, "loss": row.get("mean_loss"), **row.get("evaluation", {})})
+            values = (row["epoch"], row["step"], row["epoch_seconds"], row.get("mean_loss"))
+            self.epoch_table.writerow({**row.get("evaluation", {}), **dict(zip(_EPOCH, values, strict=True))})
 
     def flush(self) -> None:
         """Flush all files, so that other programs can read the rows."""

@@ -34,11 +34,13 @@ def after_epoch(prepared: Prepared, epoch: int, metrics: Mapping[str, float]) ->
     keys = (f"on_epoch/{epoch}/{number}" for number in itertools.count())
 
     def predict(value: Any) -> Any:
+        _check_input(value)
         if world.size > 1:
             broadcast_text(world, next(keys), "predict")
         return _predict_on_all_ranks(prepared, value)
 
     generator_states = generators()  # restored below, so that the function does not change the training
+    prepared.gather_for_eval()
     prepared.model.eval()
     with prepared.averaged_weights():
         if world.rank != 0:
@@ -60,6 +62,17 @@ def after_epoch(prepared: Prepared, epoch: int, metrics: Mapping[str, float]) ->
     set_generators(generator_states)
 
 
+def _check_input(value: Any) -> None:
+    """Raise `TypeError` on rank 0 for an input without a batch of tensors, before the other ranks join."""
+    dims: list[int] = []
+    map_tensors(value, lambda tensor: dims.append(tensor.dim()) or tensor)
+    if not dims or dims[0] == 0:
+        raise TypeError(
+            f"predict() of on_epoch takes a batch of tensors like an input of train_data, not {type(value).__name__}; "
+            "give for example torch.as_tensor(...)[None]"
+        )
+
+
 @torch.no_grad()
 def _predict_on_all_ranks(prepared: Prepared, value: Any) -> Any:
     """Return the model's output for rank 0's input, on rank 0's CPU. A collective."""
@@ -68,7 +81,7 @@ def _predict_on_all_ranks(prepared: Prepared, value: Any) -> Any:
     sizes: list[int] = []
 
     def to_device(tensor: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(tensor))
+        sizes.append(len(tensor) if tensor.dim() else 1)
         return tensor.to(world.device, dtype if tensor.is_floating_point() else tensor.dtype)
 
     value = map_tensors(value, to_device)

@@ -30,6 +30,7 @@ from everyrank.measure.timeline import with_one_profiled
 from everyrank.options import TrainOptions
 from everyrank.runs import CheckpointMetadata, best_of, checkpoints_of, is_better, score_of
 from everyrank.strategies import Prepared
+from everyrank.train.buffers import different_buffers
 from everyrank.train.display import Display, format_metrics
 from everyrank.train.job import TrainingJob, evaluate_job
 from everyrank.train.log import open_log
@@ -141,6 +142,8 @@ class Training:
                 if update.step == start_step:
                     float(share[0])  # on CUDA this waits until the first update is done
                     self.meter.first()
+                    with self.meter.pause():
+                        self._report_buffers()
                 self.saving.compare_every(done)
                 is_last = updates.is_last(done)
                 is_due = self._is_due(done)
@@ -164,6 +167,16 @@ class Training:
                 self.saver.finish_or_report()  # complete the checkpoint that is being written
             raise
 
+    def _report_buffers(self) -> None:
+        """Print the first buffer that differs between the ranks. A collective, called after the first update."""
+        names = different_buffers(self.prepared)
+        if names:
+            others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            self.display.line(
+                f"buffer {names[0]}{others} differs between ranks: the model writes it in forward from samples or "
+                "random numbers of one rank, so this is not the training of one device; check it with everyrank verify"
+            )
+
     def _shares(self, updates: Updates, start_step: int) -> Iterator[Tensor]:
         """Run the updates, with the profiler and `before_update` if requested; yield this rank's loss (sum, count)."""
         shares = run_updates(self.prepared, self.job.train_data, updates, fetched=self.watch.add_loading_time)
@@ -178,7 +191,7 @@ class Training:
     def _rate(self) -> float:
         """Return the learning rate of the next update, that of the first parameter group."""
         rate = self.prepared.trainable.optimizer.param_groups[0].get("lr")
-        return rate if isinstance(rate, float | int) else math.nan
+        return float(rate) if isinstance(rate, float | int | Tensor) else math.nan
 
     def _sync_losses(self, waiting: list[DoneUpdate]) -> tuple[bool, int]:
         """Sum the waiting losses over ranks. Returns whether to stop, and the number of updates until the next sum."""

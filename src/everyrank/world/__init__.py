@@ -8,6 +8,7 @@ A world with one rank has the same interface. Every wait has a timeout, and its 
     world.py           World: rank, size, device, backend and threads, and how they are chosen
     group_of_one.py    a default process group with only this rank, while it works without the others
     barrier.py         barriers and broadcasts over the store, which name the missing ranks
+    same_value.py      a value that has to be the same on some ranks, compared when it changes
     collectives.py     all-reduce, all-gather and broadcast of small values, outside the timed steps
     rendezvous.py      opens the store that all ranks share, for each init method
     heartbeat.py       registers the ranks, monitors their heartbeats, finds which failed first
@@ -27,6 +28,7 @@ from everyrank.world.barrier import (
 from everyrank.world.group_of_one import group_of_one
 from everyrank.world.horovod import import_horovod, start_horovod, wait_for_horovod
 from everyrank.world.process_group import end_of_start, open_world
+from everyrank.world.same_value import SameValue
 from everyrank.world.world import (
     World,
     choose_backend,
@@ -37,6 +39,7 @@ from everyrank.world.world import (
 )
 
 __all__ = [
+    "SameValue",
     "World",
     "broadcast_text",
     "choose_backend",

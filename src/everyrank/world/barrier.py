@@ -10,7 +10,15 @@ from typing import Any, TypeVar
 from everyrank.errors import EveryrankError, RankFailedError, kind_named
 from everyrank.world.world import World, single_process_world, use_threads
 
-__all__ = ["broadcast_text", "do_all_ranks_agree", "from_rank_0", "on_each_rank", "on_rank_0", "store_barrier"]
+__all__ = [
+    "broadcast_text",
+    "do_all_ranks_agree",
+    "from_rank_0",
+    "missing_ranks",
+    "on_each_rank",
+    "on_rank_0",
+    "store_barrier",
+]
 
 T = TypeVar("T")
 
@@ -20,11 +28,11 @@ def store_barrier(world: World, where: str) -> None:
 
     Raises `RankFailedError` with the missing ranks after `world.timeout_seconds`.
     """
-    missing_ranks = _wait_for_ranks(world, where, world.timeout_seconds)
-    if missing_ranks:
-        names = ", ".join(map(str, missing_ranks))
+    missing = _wait_for_ranks(world, where, world.timeout_seconds)
+    if missing:
+        names = ", ".join(map(str, missing))
         raise RankFailedError(
-            f"rank{'s' * (len(missing_ranks) > 1)} {names} did not reach the {where} barrier "
+            f"rank{'s' * (len(missing) > 1)} {names} did not reach the {where} barrier "
             f"within {world.timeout_seconds:g} s ({world.start_flag})"
         )
 
@@ -33,15 +41,16 @@ def _wait_for_ranks(world: World, where: str, seconds: float) -> list[int]:
     """Register this rank at `where` and wait for the others; return the ranks that are missing after `seconds`."""
     world.store.set(f"{where}/{world.rank}", "here")
     deadline = time.monotonic() + seconds
-    missing_ranks = list(range(world.size))
+    missing = list(range(world.size))
     pause = 0.001
-    while (missing_ranks := _missing_ranks(world, where, missing_ranks)) and time.monotonic() <= deadline:
+    while (missing := missing_ranks(world, where, missing)) and time.monotonic() <= deadline:
         time.sleep(pause)
         pause = min(0.05, pause * 1.5)
-    return missing_ranks
+    return missing
 
 
-def _missing_ranks(world: World, where: str, ranks: list[int]) -> list[int]:
+def missing_ranks(world: World, where: str, ranks: list[int]) -> list[int]:
+    """Return those of `ranks` that have not registered at `where`."""
     try:
         return [rank for rank in ranks if not world.store.check([f"{where}/{rank}"])]
     except RuntimeError as error:  # torch's DistNetworkError

@@ -18,7 +18,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -43,14 +43,15 @@ def recorded_calls(with_locations: bool) -> dict[str, Any]:
     """
     if not dist.is_initialized():
         return {}
-    groups: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}  # the global ranks of each group, in the order of its own ranks
     internals: Any = distributed_c10d
     for group, ranks in list(internals._world.pg_group_ranks.items()):
         with contextlib.suppress(Exception):  # another thread may be making or destroying the group
-            groups[internals._world.pg_names[group]] = sorted(ranks)
+            groups[internals._world.pg_names[group]] = sorted(ranks, key=ranks.get)
     # a job with an everyrank backend still saves checkpoints over gloo
-    rows = RECENT_CALLS.rows() + _flight_recorder(with_locations) + _message_in_progress()
-    return {"groups": groups, "calls": sorted(rows, key=operator.itemgetter(_TIME))}
+    rows = RECENT_CALLS.rows() + _flight_recorder(with_locations, groups) + _message_in_progress()
+    sorted_groups = {name: sorted(ranks) for name, ranks in groups.items()}
+    return {"groups": sorted_groups, "calls": sorted(rows, key=operator.itemgetter(_TIME))}
 
 
 _MESSAGES = {"recv": ("src", "recv from"), "send": ("dst", "send to")}
@@ -81,9 +82,9 @@ def _message_in_progress() -> list[list[Any]]:
     return []
 
 
-def _flight_recorder(with_locations: bool) -> list[list[Any]]:
+def _flight_recorder(with_locations: bool, groups: Mapping[str, Sequence[int]]) -> list[list[Any]]:
     dumps = _dumps(sys.modules["torch._C._distributed_c10d"], with_locations)
-    return [_row(entry) for dump in dumps for entry in dump.get("entries", [])[-KEPT_CALLS:]]
+    return [_row(entry, groups) for dump in dumps for entry in dump.get("entries", [])[-KEPT_CALLS:]]
 
 
 def _load(dump: bytes, with_locations: bool) -> dict[str, Any]:
@@ -109,14 +110,15 @@ def _dumps(binding: Any, with_locations: bool) -> Iterator[dict[str, Any]]:
         yield _load(legacy_nccl(*args), with_locations)
 
 
-def _row(entry: dict[str, Any]) -> list[Any]:
+def _row(entry: dict[str, Any], groups: Mapping[str, Sequence[int]]) -> list[Any]:
     dtype = entry["input_dtypes"][0] if entry["input_dtypes"] else ""
     is_message = bool(entry["is_p2p"])
     locations = [(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", [])]
+    group = entry["process_group"][0]
     return [
-        entry["process_group"][0],
+        group,
         entry["p2p_seq_id"] if is_message else entry["collective_seq_id"],
-        _operation(entry["profiling_name"].rpartition(":")[2], is_message),
+        _operation(entry["profiling_name"].rpartition(":")[2], is_message, groups.get(group, ())),
         sum(math.prod(sizes) for sizes in entry["input_sizes"]),
         _DTYPES.get(dtype, dtype.lower()),
         bool(entry["retired"]) or entry["state"] == "completed",
@@ -129,7 +131,13 @@ def _row(entry: dict[str, Any]) -> list[Any]:
 _PEER = re.compile(r"(send|recv) \d+(?:->|<-)(\d+)")
 
 
-def _operation(name: str, is_message: bool) -> str:
-    """`all_reduce`; for a message that names its peer (nccl: `recv 0<-1`) `recv from 1`."""
+def _operation(name: str, is_message: bool, ranks: Sequence[int]) -> str:
+    """`all_reduce`; for a message that names its peer (nccl: `recv 0<-1`) `recv from 1`.
+
+    nccl names the peer by its rank in the group; `ranks` are the global ranks of the group.
+    """
     match = _PEER.match(name) if is_message else None
-    return f"{_MESSAGES[match[1]][1]} {match[2]}" if match else name.split(" ")[0]
+    if match is None:
+        return name.split(" ")[0]
+    peer = int(match[2])
+    return f"{_MESSAGES[match[1]][1]} {ranks[peer] if peer < len(ranks) else peer}"

@@ -38,7 +38,7 @@ __all__ = [
 
 _BEAT_SECONDS = 1.0
 _SLOW_BEAT_SECONDS = 10.0  # for a store in a file, because each beat makes the file longer
-_REPORT_WAIT_SECONDS = 3.0  # how long a rank waits for reports after an error, to find the rank that failed first
+_REPORT_WAIT_SECONDS = 3.0  # how long a rank at least waits for reports after an error, to find who failed first
 _REPORTED_SECONDS = (
     5.0  # how long a rank may run after another rank's report before it fails; longer than _REPORT_WAIT_SECONDS
 )
@@ -262,11 +262,11 @@ class PeerMonitor:
     def find_first_failure(self) -> RankFailedError | None:
         """Return the failure of another rank that caused a secondary error on this one.
 
-        Waits a few seconds for a report or a missing heartbeat; returns None if no other rank has failed.
+        Waits for a report or three missing heartbeats; returns None if no other rank has failed.
         """
         start = time.monotonic()
         answered_before = self.answered
-        while time.monotonic() < start + _REPORT_WAIT_SECONDS:
+        while time.monotonic() < start + max(_REPORT_WAIT_SECONDS, 3 * self.beat_seconds):
             if (error := self._first_report()) is not None:
                 return error
             time.sleep(0.1)

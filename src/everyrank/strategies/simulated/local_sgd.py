@@ -16,7 +16,7 @@ from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.parallelize import parallelize
 from everyrank.parallel.trainable import Trainable, make_trainable
 from everyrank.strategies import Prepared
-from everyrank.strategies.local_sgd import check_trains_alone, local_update
+from everyrank.strategies.local_sgd import check_same_state, check_trains_alone, local_update, state_names
 from everyrank.strategies.simulated.ranks import batches_of_ranks, in_one_process, rank_gradients
 from everyrank.workload import Workload
 from everyrank.world import World
@@ -39,17 +39,32 @@ class _Replicas:
         self.terms, self.num_updates = [0.0] * self.count, 0
 
     @torch.no_grad()
-    def load_mean(self) -> None:
-        """Load the mean of all replicas, each weighted by its terms, into the model."""
+    def load_mean(self, has_state: bool) -> None:
+        """Load the mean of all replicas, each weighted by its terms, into the model.
+
+        `has_state`: also that of the optimizer's state. Raises `WorkloadError` for replicas with different state.
+        """
         trainable, sums = self.trainable, list[Tensor]()
-        for snapshot, weight in zip(self.snapshots, self.terms, strict=True):
+        names: dict[int, list[str]] = {}
+        for rank, (snapshot, weight) in enumerate(zip(self.snapshots, self.terms, strict=True)):
             trainable.load_snapshot(snapshot)
-            state = averaged_state(trainable.model, trainable.optimizer)
+            if has_state:
+                names[rank] = state_names(trainable.model, trainable.optimizer)
+                check_same_state(names)
+            state = self._tensors(has_state)
             parts = [tensor * (weight / sum(self.terms)) for tensor in state]
             sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
         trainable.load_snapshot(self.snapshots[0])  # with the state that is not averaged
-        for tensor, mean in zip(averaged_state(trainable.model, trainable.optimizer), sums, strict=True):
+        for tensor, mean in zip(self._tensors(has_state), sums, strict=True):
             tensor.copy_(mean)
+
+    def _tensors(self, has_state: bool) -> list[Tensor]:
+        """Return the tensors to average of the replica that is loaded; `has_state`: also the optimizer's."""
+        model = self.trainable.model
+        if has_state:
+            return averaged_state(model, self.trainable.optimizer)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return [tensor for tensor in (*trained, *model.buffers()) if tensor.is_floating_point()]
 
 
 def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
@@ -71,8 +86,9 @@ def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
             replicas.terms[rank] += float(share[1])
             total += share
         replicas.num_updates += 1
-        replicas.load_mean()  # for evaluation, and as the start of all replicas after an average
-        if replicas.num_updates == layout.read(LocalSGDOptions).every:
+        is_average = replicas.num_updates == layout.read(LocalSGDOptions).every
+        replicas.load_mean(has_state=is_average)  # for evaluation, and as the start of all replicas after an average
+        if is_average:
             replicas.reset()
         return total
 
