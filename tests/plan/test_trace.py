@@ -172,6 +172,65 @@ def test_extrapolation_from_two_depths_matches_the_whole_model() -> None:
     assert extrapolated.flops == whole_step.flops
 
 
+def with_frozen_blocks(workload: Workload, count: int) -> Workload:
+    """Return the workload with the first blocks of its model frozen."""
+
+    def make_model() -> nn.Module:
+        model = workload.model()
+        for block in list(model.get_submodule("blocks"))[:count]:  # pyright: ignore[reportArgumentType]
+            block.requires_grad_(False)
+        return model
+
+    return dataclasses.replace(workload, model=make_model)
+
+
+def test_blocks_are_not_equal_if_only_some_are_frozen() -> None:
+    """Frozen blocks have no gradients and no optimizer state, so the first blocks do not stand for the others."""
+    layout = parse_layout("ddp")
+    assert traced._depths(decoder(16), layout, 2) == (16, 4, 6)
+    assert traced._depths(with_frozen_blocks(decoder(16), 16), layout, 2) == (16, 4, 6)
+    assert traced._depths(with_frozen_blocks(decoder(16), 12), layout, 2) is None
+
+
+class Indexed(nn.Module):
+    """A model whose forward needs all of its blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(num_blocks))
+        self.num_blocks = num_blocks
+
+    def forward(self, value: Tensor) -> Tensor:
+        for index in range(self.num_blocks):
+            value = self.blocks[index](value)
+        return value
+
+
+def test_model_whose_forward_needs_all_blocks_is_traced_whole() -> None:
+    """Forward counts the blocks itself and fails with a part of them."""
+    workload = dataclasses.replace(workload_with(lambda: Indexed(16)), blocks="blocks")
+    assert traced._depths(workload, parse_layout("single"), 1) is not None
+    memory = trace_layout(workload, parse_layout("single"), 1, first_sample(workload))
+    assert (memory.is_whole, memory.note) == (True, "traced whole")
+
+
+def test_another_moment_may_be_the_peak_of_a_deeper_model() -> None:
+    """With few blocks the loss takes most memory, with many blocks the optimizer's step. Gaps grow with the peak."""
+
+    def memory_at(blocks: int) -> LayoutMemory:
+        peaks = (8.0 * blocks, 100 + 8.0 * blocks, 12.0 * blocks, 100 + 8.0 * blocks, 20.0 * blocks)
+        categories = {"parameters": 4.0 * blocks, "activations": 100 + 4.0 * blocks}
+        reserved = 1.25 * max(peaks)
+        return LayoutMemory(
+            0, categories, max(peaks), max(peaks[:3]), reserved, reserved, 0.0, 0.0, 0.0, {}, True, "", peaks=peaks
+        )
+
+    memory = traced._extrapolated(memory_at(4), memory_at(6), (100 - 4) / (6 - 4))
+    assert memory.peaks == memory_at(100).peaks
+    assert (memory.allocated, memory.building, memory.reserved) == (2000, 1200, 2500)
+    assert sum(memory.categories.values()) == memory.allocated
+
+
 class DataDependent(nn.Module):
     """A model whose shapes depend on values."""
 

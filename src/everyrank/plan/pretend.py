@@ -58,8 +58,10 @@ class TracedStep:
     state_bytes  live bytes between two updates
     operators    the operators of the update, in order
     groups       the ranks of each process group that the operators use
-    events       (change in bytes, key, stream) of each storage since the model was built, for a replay of the allocator
-    start        index of the first event of the update
+    events       (change in bytes, key, stream) of each storage from the model's construction on, for a replay of the
+                 allocator
+    ends         number of events at the end of: the construction, forward and backward of the first update, the first
+                 update, forward and backward of the second
     """
 
     rank: int
@@ -71,7 +73,7 @@ class TracedStep:
     operators: tuple[Operator, ...]
     groups: Mapping[str, tuple[int, ...]]
     events: tuple[tuple[int, int, int], ...]
-    start: int
+    ends: tuple[int, ...]
 
     @property
     def flops(self) -> int:
@@ -293,13 +295,14 @@ def trace_step(
                         prepared.parallel.tensor_parallel.view_check = None
             trace.claim(prepared.trainable.parameters, "parameters")
             trace.claim(prepared.model.buffers(), "buffers")
-            _run_update(trace, prepared, sample)
+            ends = [len(trace.events)]
+            ends.append(_run_update(trace, prepared, sample))
             build_bytes = trace.peak
             gc.collect()  # frees tensors in reference cycles, which are not part of the state
             state_bytes = trace.live
             trace.reset()
-            start = len(trace.events)
-            _run_update(trace, prepared, sample)
+            ends.append(len(trace.events))
+            ends.append(_run_update(trace, prepared, sample))
             return TracedStep(
                 rank,
                 size,
@@ -310,7 +313,7 @@ def trace_step(
                 tuple(trace.operators),
                 _groups(trace.operators),
                 tuple(trace.events),
-                start,
+                tuple(ends),
             )
 
 
@@ -354,19 +357,26 @@ def micro_batches_of(prepared: Prepared, sample: Any, make_tensor: Callable[...,
     return batches
 
 
-def _run_update(trace: StorageTrace, prepared: Prepared, sample: Any) -> None:
-    """Run an update under the trace. Its tensors are counted in the category of the current phase."""
+def _run_update(trace: StorageTrace, prepared: Prepared, sample: Any) -> int:
+    """Run an update under the trace, and return the number of events before the optimizer's step.
+
+    Its tensors are counted in the category of the current phase.
+    """
+    num_events: list[int] = []
 
     def enter(phase: str) -> None:
         trace.phase = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}.get(phase, "other")
+        if phase == "optimizer":
+            num_events.append(len(trace.events))
 
-    if not prepared.trainable.phase_observers:
-        prepared.trainable.phase_observers.append(enter)
+    prepared.trainable.phase_observers.append(enter)
     trace.phase = "input"
     with trace:
         prepared.step(micro_batches_of(prepared, sample))
+    prepared.trainable.phase_observers.remove(enter)
     parameters = prepared.trainable.parameters
     trace.claim([p.grad for p in parameters if p.grad is not None], "gradients")
     states = prepared.trainable.optimizer.state.values()
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     trace.claim(tensors, "optimizer")
+    return num_events[-1] if num_events else len(trace.events)

@@ -14,13 +14,14 @@ import collections
 import contextlib
 import dataclasses
 import gc
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
@@ -39,6 +40,7 @@ __all__ = ["LayoutMemory", "answer_workload", "time_layout", "trace_layout"]
 
 _TRACED_BLOCKS = 12  # with more equal blocks, two depths are traced and extrapolated
 _FRAGMENTS = 1.10  # reserved over allocated, if it is not replayed
+_BUILDING = 3  # sections of a trace before the second update
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 # temporary memory of kernels, and a different order of frees: at most 1.03 times on an H100 (docs/plan.md)
 _MAX_RESERVED = 1.15
@@ -58,6 +60,7 @@ class LayoutMemory:
     is_whole     False if activations are unknown
     note         how the layout was traced, or why it could not be
     parts        seconds of an update by part, if requested
+    peaks        allocated peaks by section of the trace (see `TracedStep.ends`)
     """
 
     rank: int
@@ -73,6 +76,7 @@ class LayoutMemory:
     is_whole: bool
     note: str
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    peaks: tuple[float, ...] = ()
 
     def verdict(self, memory: float) -> str:
         """Return fits, may not fit or does not fit."""
@@ -150,11 +154,22 @@ def _trace_rank(
         return dataclasses.replace(memory, parts=timing(step)) if timing is not None else memory
 
     depths = _depths(workload, layout, size)
-    if depths is None:
-        return traced(workload, "traced whole")
-    num_blocks, first, second = depths
-    shallow, deep = traced(_with_first_blocks(workload, first), ""), traced(_with_first_blocks(workload, second), "")
-    share = (num_blocks - first) / (second - first)
+    if depths is not None:
+        num_blocks, first, second = depths
+        note = f"traced with {first} and {second} of {num_blocks} blocks, which are equal"
+        with contextlib.suppress(Exception):  # forward may need all blocks, such as `for i in range(n): blocks[i](x)`
+            shallow, deep = (traced(_with_first_blocks(workload, count), note) for count in (first, second))
+            return _extrapolated(shallow, deep, (num_blocks - first) / (second - first))
+    return traced(workload, "traced whole")
+
+
+def _extrapolated(shallow: LayoutMemory, deep: LayoutMemory, share: float) -> LayoutMemory:
+    """Return the memory of a deeper model: `share` times the difference of two depths above the first.
+
+    A peak is the largest of several moments, and a different one may be the largest in a deeper model. For example, the
+    loss of a few blocks and a large vocabulary, but the optimizer's step of many blocks. So sections are extrapolated
+    one by one.
+    """
 
     def extrapolate(a: float, b: float) -> float:
         return a + (b - a) * share
@@ -167,23 +182,27 @@ def _trace_rank(
         name: round(extrapolate(shallow.collectives.get(name, 0), deep.collectives.get(name, 0)))
         for name in deep.collectives
     }
-    allocated = max(
-        extrapolate(_peak_after_first(shallow), _peak_after_first(deep)), extrapolate(shallow.building, deep.building)
-    )
+    peaks = tuple(map(extrapolate, shallow.peaks, deep.peaks))
+    update_peak = max(peaks[_BUILDING:])
+    temporary = categories.get("temporary", 0.0) + update_peak - sum(categories.values())
+    allocated = max(peaks)
+    # gaps between blocks grow by steps, which a line through two depths may miss
+    gaps = deep.reserved / deep.allocated, deep.expandable / deep.allocated
     return LayoutMemory(
-        rank,
-        categories,
+        deep.rank,
+        categories | {"temporary": temporary},
         allocated,
-        extrapolate(shallow.building, deep.building),
-        max(extrapolate(shallow.reserved, deep.reserved), allocated),
-        max(extrapolate(shallow.expandable, deep.expandable), allocated),
+        max(peaks[:_BUILDING]),
+        max(extrapolate(shallow.reserved, deep.reserved), allocated * gaps[0]),
+        max(extrapolate(shallow.expandable, deep.expandable), allocated * gaps[1]),
         extrapolate(shallow.flops, deep.flops),
         extrapolate(shallow.moved, deep.moved),
         extrapolate(shallow.sent, deep.sent),
         calls,
         True,
-        f"traced with {first} and {second} of {num_blocks} blocks, which are equal",
+        deep.note,
         {name: extrapolate(shallow.parts[name], seconds) for name, seconds in deep.parts.items()},
+        peaks,
     )
 
 
@@ -191,32 +210,35 @@ def _memory_of(step: TracedStep, on_gpu: bool, note: str) -> LayoutMemory:
     moved = sum(operator.bytes for operator in step.operators if not operator.group)
     sent = sum(operator.bytes for operator in step.operators if operator.group and operator.name != "wait_tensor")
     categories = {name: float(count) for name, count in step.categories.items()}
-    building, allocated = step.build_bytes, step.peak_bytes
-    reserved = expandable = _FRAGMENTS * max(building, allocated)
     if on_gpu:
-        replayed = replay(step.events, step.start)
-        categories["rounding"] = float(replayed.allocated - allocated)
-        building, allocated, reserved = replayed.building, replayed.allocated, replayed.reserved
-        expandable = replay(step.events, step.start, expandable_segments=True).reserved
+        replayed = replay(step.events, step.ends)
+        peaks, reserved = replayed.peaks, float(replayed.reserved)
+        categories["rounding"] = float(max(peaks[_BUILDING:]) - step.peak_bytes)
+        expandable = float(replay(step.events, step.ends, expandable_segments=True).reserved)
+    else:
+        peaks = _live_peaks(step)
+        reserved = expandable = _FRAGMENTS * max(peaks)
     return LayoutMemory(
         step.rank,
         categories,
-        float(max(allocated, building)),
-        float(building),
-        float(reserved),
-        float(expandable),
+        float(max(peaks)),
+        float(max(peaks[:_BUILDING])),
+        reserved,
+        expandable,
         float(step.flops),
         float(moved),
         float(sent),
         step.collectives(),
         True,
         note,
+        peaks=tuple(map(float, peaks)),
     )
 
 
-def _peak_after_first(memory: LayoutMemory) -> float:
-    """Return the allocated peak of an update after the first."""
-    return sum(memory.categories.values())
+def _live_peaks(step: TracedStep) -> tuple[int, ...]:
+    """Return the peak of live bytes in each section of a trace."""
+    live = [0, *itertools.accumulate(change for change, *_ in step.events)]
+    return tuple(max(live[begin : end + 1]) for begin, end in itertools.pairwise((0, *step.ends, len(step.events))))
 
 
 def _depths(workload: Workload, layout: Layout, size: int) -> tuple[int, int, int] | None:
@@ -231,7 +253,9 @@ def _depths(workload: Workload, layout: Layout, size: int) -> tuple[int, int, in
             raise
         except Exception:
             return None
-    kinds = {(type(block), tuple(tuple(p.shape) for p in block.parameters())) for block in blocks}
+    kinds = {
+        (type(block), tuple(_kind_of(tensor) for tensor in (*block.parameters(), *block.buffers()))) for block in blocks
+    }
     stages = layout.mesh(size).get("pipeline", 1) if layout.strategy == "pipeline" else 1
     stages *= layout.read(PipelineOptions).chunks if layout.strategy == "pipeline" else 1
     count = len(blocks)
@@ -239,6 +263,11 @@ def _depths(workload: Workload, layout: Layout, size: int) -> tuple[int, int, in
         return None
     first, second = 4 * stages, 6 * stages
     return (count, first, second) if second < count else None
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what its memory depends on: a frozen parameter has no gradient and no optimizer state."""
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
 def _with_first_blocks(workload: Workload, count: int) -> Workload:
