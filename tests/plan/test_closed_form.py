@@ -130,6 +130,47 @@ def test_model_has_to_fit_unsharded_unless_it_is_built_on_meta() -> None:
     assert change[1] == f"{layout_text},meta=true"
 
 
+@pytest.mark.parametrize(
+    ("layout", "traced_mib"),
+    [
+        ("ddp:precision=bf16", 3188),
+        ("local_sgd:precision=bf16", 4645),
+        ("fsdp:precision=bf16,reshard_after_forward=false", 1521),
+        ("fsdp:precision=bf16,recompute,reshard_after_forward=false", 888),
+        ("pipeline:precision=bf16,schedule=gpipe", 2257),
+        ("tensor:precision=bf16,sequence=true", 2195),
+        ("fsdp:tensor=2,sequence=true,precision=bf16", 1658),
+        ("fsdp:tensor=4,sequence=true,precision=bf16", 1800),
+    ],
+)
+def test_memory_matches_the_trace_of_our_decoder(layout: str, traced_mib: float) -> None:
+    """The peak of `trace_layout(..., on_gpu=True)` on 4 ranks with 8 samples is inside the stated uncertainty."""
+    sizes = parse_decoder("layers=8,hidden=1024,heads=8,ffn=2816,vocab=8192,seq=1024")
+    memory = predict_memory(configure_layout(parse_layout(layout), sizes, parse_cluster("4xh100"), 8))
+    assert 0.93 * traced_mib < float(memory.allocated) / 2**20 < 1.15 * traced_mib
+
+
+def test_time_counts_the_gathers_and_averages_of_a_layout() -> None:
+    """Parameters that stay gathered are gathered once. Local SGD averages less often than DDP reduces gradients."""
+    sizes, cluster = DECODERS["1b"], parse_cluster("16xa100", link=parse_link("5Gb"))
+
+    def data_link(layout: str) -> float:
+        configuration_of_layout = configure_layout(parse_layout(f"{layout},precision=bf16"), sizes, cluster, 16)
+        step_time = predict_step(configuration_of_layout, cluster.gpu, cluster.inside, cluster.across)
+        return float(step_time.parts["data link"])
+
+    assert data_link("fsdp:reshard_after_forward=false") < 0.8 * data_link("fsdp:reshard_after_forward=true")
+    assert data_link("local_sgd:every=8") == pytest.approx(data_link("local_sgd:every=1") / 8)
+    assert data_link("local_sgd:every=8") < data_link("ddp:bucket_mb=25") < data_link("local_sgd:every=1")
+
+
+@pytest.mark.parametrize("layout", ["ddp:compress=powersgd", "single:devices=2", "local_sgd:simulated=4"])
+def test_options_that_the_closed_form_does_not_know_are_refused(layout: str) -> None:
+    """A prediction without them would be that of a different layout."""
+    with pytest.raises(UsageError, match="not supported for a decoder"):
+        configure_layout(parse_layout(layout), DECODERS["1b"], parse_cluster("8xh100"), 8)
+
+
 def test_gpipe_keeps_activations_of_more_micro_batches() -> None:
     """1F1B keeps the activations of as many micro-batches as there are stages. GPipe keeps all of them."""
     degrees = {"zero": 0, "shard": 1, "pipeline": 4, "accumulate": 32}

@@ -10,7 +10,15 @@ import numpy as np
 
 from everyrank.errors import UsageError
 from everyrank.layout import Layout
-from everyrank.layout.options import BuildOptions, PipelineOptions, TensorOptions
+from everyrank.layout.options import (
+    BuildOptions,
+    CompressOptions,
+    DeviceOptions,
+    FSDPOptions,
+    LocalSGDOptions,
+    PipelineOptions,
+    TensorOptions,
+)
 from everyrank.plan.calibration import Calibration
 from everyrank.plan.configuration import STACKS, Configurations, Stack, make_configurations
 from everyrank.plan.decoder import DecoderSizes
@@ -88,6 +96,14 @@ def configure_layout(layout: Layout, sizes: DecoderSizes, cluster: Cluster, batc
             f"--layout {text}: {layout.strategy} is not supported for a decoder. Give a workload instead, which plan "
             f"traces: everyrank plan my_workload.py --layout {text}"
         )
+    compress, devices = layout.read(CompressOptions).compress, layout.read(DeviceOptions).devices
+    for key, is_set in (
+        (f"simulated={layout.simulated}", layout.simulated > 0),
+        (f"compress={compress}", compress != "none"),
+        (f"devices={devices}", devices > 1),
+    ):
+        if is_set:
+            raise UsageError(f"--layout {text}: {key} is not supported for a decoder; leave it out, or give a workload")
     if layout.precision == "float64":
         raise UsageError(f"--layout {text}: float64 is for tests; give float32 or bf16")
     degrees = layout.mesh(cluster.gpus) if layout.axis else {}
@@ -131,6 +147,8 @@ def configure_layout(layout: Layout, sizes: DecoderSizes, cluster: Cluster, batc
         "schedule": _SCHEDULES.index(options.schedule) if options.schedule in _SCHEDULES else 0,
         "chunks": options.chunks if options.schedule == "interleaved" else 1,
         "per_node": cluster.per_node,
+        "keeps_gathered": int(layout.strategy == "fsdp" and not layout.read(FSDPOptions).reshard_after_forward),
+        "averaging": layout.read(LocalSGDOptions).every if layout.strategy == "local_sgd" else 0,
         "whole_first": 0 if layout.read(BuildOptions).meta and BuildOptions in layout.row.options else 4,
     }
     stack = replace(_stack(layout.precision, zero), ends_everywhere=pipeline > 1)
@@ -310,7 +328,7 @@ def enumerate_layouts(sizes: DecoderSizes, cluster: Cluster, batch: int) -> Conf
     }  # fmt: skip
     configurations = make_configurations(sizes, STACKS["everyrank-fsdp"], columns)
     autocast = STACKS["everyrank-autocast"]
-    for name in ("residual", "weight_copies", "fsdp_root", "holds_gradients"):
+    for name in ("residual", "weight_copies", "fsdp_root", "gathered_inputs", "holds_gradients"):
         setattr(
             configurations, name, np.where(zero == 3, getattr(configurations, name), float(getattr(autocast, name)))
         )
