@@ -17,6 +17,7 @@ from everyrank.errors import UsageError
 from everyrank.layout import parse_layout
 from everyrank.plan.calibration import fit_calibration, read_calibration, row_seconds, shipped_calibration
 from everyrank.plan.candidates import configure_layout, enumerate_layouts, estimate, find_best, smallest_change
+from everyrank.plan.changes import smaller_layouts
 from everyrank.plan.configuration import STACKS, make_configurations
 from everyrank.plan.decoder import DECODERS, decoder_from_config, parse_decoder
 from everyrank.plan.hardware import GIB, GPUS, find_gpu, parse_bytes, parse_cluster, parse_link
@@ -313,6 +314,31 @@ def test_smallest_change_of_a_layout_fits(layout: str) -> None:
     assert change[1] != layout
     changed_configuration = configure_layout(parse_layout(change[1]), sizes, cluster, 128)
     assert estimate(changed_configuration, cluster, calibration).verdict == "fits"
+
+
+def test_changes_of_a_layout_are_tried_from_small_to_large() -> None:
+    """Later changes keep meta=true. Changes that the layout does not support are left out."""
+
+    def changes(layout: str, **options: Any) -> list[tuple[str, str]]:
+        smaller = smaller_layouts(parse_layout(layout), True, (2, 4), (1, 4), **options)
+        return [(change, str(changed)) for change, changed in smaller]
+
+    assert changes("single") == [
+        ("bf16", "single:precision=bf16"),
+        ("recompute", "single:recompute"),
+        ("micro-batches 1/2 as large", "single:accumulate=2"),
+        ("micro-batches 1/4 as large", "single:accumulate=4"),
+        ("bf16, recompute", "single:precision=bf16,recompute"),
+        ("bf16, recompute, micro-batches 1/4 as large", "single:accumulate=4,precision=bf16,recompute"),
+    ]
+    assert changes("fsdp:recompute,precision=bf16", meta=True)[:2] == [
+        ("meta=true", "fsdp:precision=bf16,recompute,meta=true"),
+        ("meta=true, micro-batches 1/2 as large", "fsdp:accumulate=2,precision=bf16,recompute,meta=true"),
+    ]
+    static_graph = changes("ddp:static_graph")
+    assert [change for change, _ in static_graph] == ["bf16", "recompute", "bf16, recompute"]
+    cluster = parse_cluster("8xa100")
+    assert smallest_change(parse_layout("ddp:static_graph"), DECODERS["8b"], cluster, 16, shipped_calibration())
 
 
 def test_best_layout_is_the_fastest_that_fits() -> None:

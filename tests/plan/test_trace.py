@@ -19,7 +19,7 @@ from everyrank.layout import parse_layout
 from everyrank.plan import traced
 from everyrank.plan.calibrate import decoder_workload
 from everyrank.plan.hardware import GIB, parse_cluster
-from everyrank.plan.pretend import first_sample, trace_step
+from everyrank.plan.pretend import TracedStep, first_sample, trace_step
 from everyrank.plan.trace import StorageTrace
 from everyrank.plan.traced import LayoutMemory, answer_workload, trace_layout
 from everyrank.workload import Workload
@@ -61,6 +61,34 @@ def test_ddp_all_reduces_and_zero1_broadcasts() -> None:
     assert set(trace_step(decoder(), parse_layout("ddp"), 64).collectives()) == {"allreduce_"}
     zero1_step = trace_step(decoder(), parse_layout("zero1"), 8, rank=3)
     assert zero1_step.collectives()["broadcast_"] == 8
+
+
+def test_compression_of_gradients_is_traced() -> None:
+    """PowerSGD keeps an error of the size of each matrix. Gradients in 16 bits are half as large on the way."""
+    workload = decoder(num_blocks=1, batch=8)
+    plain_step, powersgd_step, half_step = (
+        trace_step(workload, parse_layout(layout), 2)
+        for layout in ("ddp", "ddp:compress=powersgd", "ddp:compress=bf16")
+    )
+    assert powersgd_step.state_bytes > plain_step.state_bytes + 0.9 * parameter_bytes(workload)
+
+    def largest_message(step: TracedStep) -> int:
+        return max(operator.bytes for operator in step.operators if operator.group)
+
+    assert largest_message(powersgd_step) < 0.2 * largest_message(plain_step)
+    assert largest_message(half_step) == pytest.approx(largest_message(plain_step) / 2, rel=0.01)
+
+
+def test_local_sgd_is_traced_with_an_average() -> None:
+    """The replicas are averaged every 8 updates, which takes memory. The traced update has no average."""
+    workload = decoder(num_blocks=1, batch=2)
+    sample = first_sample(workload)
+    rare, frequent = (
+        trace_layout(workload, parse_layout(layout), 2, sample) for layout in ("local_sgd:every=8", "local_sgd")
+    )
+    assert rare.allocated > 0.99 * frequent.allocated
+    assert (rare.sent, frequent.sent > 0) == (0, True)
+    assert "average after each 8 updates is in the memory, but not in the time" in rare.note
 
 
 def test_pipeline_of_four_stages_sends_each_micro_batch() -> None:

@@ -20,6 +20,7 @@ from everyrank.layout.options import (
     TensorOptions,
 )
 from everyrank.plan.calibration import Calibration
+from everyrank.plan.changes import smaller_layouts
 from everyrank.plan.configuration import STACKS, Configurations, Stack, make_configurations
 from everyrank.plan.decoder import DecoderSizes
 from everyrank.plan.hardware import Cluster
@@ -42,6 +43,7 @@ __all__ = [
 TIE = 0.05  # the order of two layouts within this fraction of each other is not reliable
 _SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
 _MAX_ROWS = 40_000_000
+_SMALLER = (2, 4, 8, 16, 32, 64, 128, 256)  # factors of smaller micro-batches
 
 
 @dataclass(frozen=True)
@@ -234,49 +236,23 @@ def smallest_change(
 ) -> tuple[str, str, int] | None:
     """Return the smallest change that makes a layout fit, as (change, layout, samples of an update), or None.
 
-    The changes are tried in this order: meta=true, bf16, recompute, smaller micro-batches, bf16 and recompute, these
-    two with smaller micro-batches, and the fastest layout that fits.
+    The last change to be tried is the fastest layout that fits.
     """
-    steps: list[tuple[str, dict[str, Any]]] = []
-    if layout.strategy in ("fsdp", "pipeline", "tensor") and not layout.read(BuildOptions).meta:
-        with_meta = {**layout.options, "meta": True}
-        steps.append(("meta=true, so that no rank holds the whole model", {"options": with_meta}))
-        layout = replace(layout, options=with_meta)  # the changes after this one have it, too
-    if layout.precision == "float32":
-        steps.append(("bf16", {"precision": "bf16"}))
-    if not layout.recompute:
-        steps.append(("recompute", {"recompute": True}))
-    micro_batch_counts = [layout.accumulate * factor for factor in (2, 4, 8, 16, 32, 64, 128, 256)]
-    steps += [
-        (f"micro-batches 1/{count // layout.accumulate} as large", {"accumulate": count})
-        for count in micro_batch_counts
-    ]
-    is_float32 = layout.precision == "float32"
-    both: dict[str, Any] = {"precision": "bf16" if is_float32 else layout.precision, "recompute": True}
-    name_of_both = "bf16 and recompute" if is_float32 else "recompute"
-    steps.append((name_of_both, both))
-    steps += [
-        (f"{name_of_both}, and micro-batches 1/{count // layout.accumulate} as large", both | {"accumulate": count})
-        for count in micro_batch_counts
-    ]
-    for name, change in steps:
-        fitting = _layout_if_it_fits(replace(layout, **change), sizes, cluster, batch, calibration)
-        if fitting:
-            return name, fitting, batch
+    for name, changed in smaller_layouts(layout, True, _SMALLER, (1, *_SMALLER), meta=True):
+        if _fits(changed, sizes, cluster, batch, calibration):
+            return name, str(changed), batch
     best = find_best(sizes, cluster, batch, calibration)[0]
     if best:
         return "a different layout", best[0].layout, batch
     return None
 
 
-def _layout_if_it_fits(
-    layout: Layout, sizes: DecoderSizes, cluster: Cluster, batch: int, calibration: Calibration
-) -> str | None:
+def _fits(layout: Layout, sizes: DecoderSizes, cluster: Cluster, batch: int, calibration: Calibration) -> bool:
     try:
         c = configure_layout(layout, sizes, cluster, batch)
     except UsageError:
-        return None
-    return str(layout) if estimate(c, cluster, calibration).verdict == "fits" else None
+        return False
+    return estimate(c, cluster, calibration).verdict == "fits"
 
 
 def _divisors(number: int, max_value: int) -> list[int]:

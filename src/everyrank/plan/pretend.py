@@ -86,12 +86,33 @@ class TracedStep:
         return {name: names.count(name) for name in dict.fromkeys(names)}
 
 
+@dataclass(frozen=True)
+class _Bucket:
+    """Has the methods of torch's GradBucket that a communication hook calls."""
+
+    flat: Tensor
+    trained: Sequence[nn.Parameter]
+
+    def buffer(self) -> Tensor:
+        """Return all gradients as one tensor."""
+        return self.flat
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Return the parameters."""
+        return self.trained
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients as views of the buffer."""
+        parts = self.flat.split([parameter.numel() for parameter in self.trained])
+        return [part.view_as(parameter) for part, parameter in zip(parts, self.trained, strict=True)]
+
+
 class FakeDDP(nn.Module):
     """Has the memory and communication of DistributedDataParallel, but not its reducer.
 
-    Each bucket of gradients has one all-reduce. Gradients are views of the buckets, as with
-    gradient_as_bucket_view=True. The buckets follow the reverse order of the parameters: the first has 1 MiB, each
-    other `bucket_cap_mb` (25).
+    Each bucket of gradients has one all-reduce, or the collectives of a communication hook. Gradients are views of the
+    buckets, as with gradient_as_bucket_view=True. The buckets follow the reverse order of the parameters: the first has
+    1 MiB, each other `bucket_cap_mb` (25).
     """
 
     def __init__(
@@ -99,6 +120,7 @@ class FakeDDP(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.is_syncing = module, True
+        self.hook: Callable[[Any, _Bucket], Any] | None = None
         self.group: Any = process_group
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         trained = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
@@ -139,15 +161,20 @@ class FakeDDP(nn.Module):
             self.is_syncing = True
 
     def forward(self, value: Any) -> Any:
-        """Return the module's output, and call the all-reduces of the buckets, which DDP calls in backward."""
+        """Return the module's output, and call the collectives of the buckets, which DDP calls in backward."""
         output = self.module(value)
         if self.is_syncing and torch.is_grad_enabled():
-            for flat, _ in self.buckets:
-                dist.all_reduce(flat, group=self.group)
+            for flat, parameters in self.buckets:
+                if self.hook is None:
+                    dist.all_reduce(flat, group=self.group)
+                else:
+                    with torch.no_grad():
+                        self.hook(None, _Bucket(flat, parameters))
         return output
 
-    def register_comm_hook(self, *_: Any) -> None:
-        """Do nothing, because compression does not change the memory."""
+    def register_comm_hook(self, _: Any, hook: Callable[[Any, _Bucket], Any]) -> None:
+        """Call the hook with each bucket."""
+        self.hook = hook
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: Any, names: Any) -> None:
@@ -296,6 +323,8 @@ def trace_step(
             trace.claim(prepared.trainable.parameters, "parameters")
             trace.claim(prepared.model.buffers(), "buffers")
             ends = [len(trace.events)]
+            if prepared.averaging is not None:  # the replicas are averaged after the first update
+                prepared.averaging.num_updates = prepared.averaging.every - 1
             ends.append(_run_update(trace, prepared, sample))
             build_bytes = trace.peak
             gc.collect()  # frees tensors in reference cycles, which are not part of the state

@@ -10,12 +10,12 @@ update.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import gc
 import itertools
 import math
+import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
 from everyrank.layout import Layout, parse_layout
-from everyrank.layout.options import PipelineOptions
+from everyrank.layout.options import LocalSGDOptions, PipelineOptions
 from everyrank.parallel.parallelize import find_blocks
 from everyrank.plan.caching_allocator import replay
 from everyrank.plan.calibration import Calibration, shipped_calibration
+from everyrank.plan.changes import smaller_layouts
 from everyrank.plan.hardware import GIB, GPUS, Cluster
 from everyrank.plan.machine import Machine, pipeline_bubble, traced_seconds
 from everyrank.plan.pretend import TracedStep, first_sample, trace_step
@@ -150,7 +151,7 @@ def _trace_rank(
 ) -> LayoutMemory:
     def traced(stage: Workload, note: str) -> LayoutMemory:
         step = trace_step(stage, layout, size, rank, samples, on_gpu)
-        memory = _memory_of(step, on_gpu, note)
+        memory = _memory_of(step, on_gpu, note + _not_traced(layout))
         return dataclasses.replace(memory, parts=timing(step)) if timing is not None else memory
 
     depths = _depths(workload, layout, size)
@@ -161,6 +162,13 @@ def _trace_rank(
             shallow, deep = (traced(_with_first_blocks(workload, count), note) for count in (first, second))
             return _extrapolated(shallow, deep, (num_blocks - first) / (second - first))
     return traced(workload, "traced whole")
+
+
+def _not_traced(layout: Layout) -> str:
+    """Return what a trace of this layout lacks, for its note."""
+    if layout.strategy == "local_sgd" and (every := layout.read(LocalSGDOptions).every) > 1:
+        return f"; the average after each {every} updates is in the memory, but not in the time"
+    return "; without torch.compile" if layout.compile else ""
 
 
 def _extrapolated(shallow: LayoutMemory, deep: LayoutMemory, share: float) -> LayoutMemory:
@@ -419,27 +427,15 @@ def _row(text: str, memory: LayoutMemory, cluster: Cluster) -> dict[str, Any]:
 def _change(text: str, memory_of: Any, cluster: Cluster, command: str, workload: Workload) -> dict[str, Any]:
     """Return the first change that makes a layout fit.
 
-    Tried in this order: a setting of torch's allocator, bf16, recompute, smaller micro-batches, all three, and another
-    layout.
+    Tried in this order: a setting of torch's allocator, the changes of changes.py, and another layout. Each is traced,
+    so only a few sizes of micro-batches are tried.
     """
     layout = parse_layout(text)
     if memory_of(text).with_expandable_segments().verdict(cluster.gpu.memory) == "fits":
         command = f"{_EXPANDABLE} {_command(text, command, cluster)}"
         return {"what": "expandable segments of torch's allocator", "layout": text, "command": command}
-    changes: dict[str, dict[str, Any]] = {}
-    if layout.precision == "float32":
-        changes["bf16"] = {"precision": "bf16"}
-    if workload.blocks and not layout.recompute:
-        changes["recompute"] = {"recompute": True}
-    for factor in (2, 8):
-        if workload.global_batch >= layout.accumulate * factor * cluster.gpus:
-            changes[f"micro-batches 1/{factor} as large"] = {"accumulate": layout.accumulate * factor}
-    steps = [(name, dataclasses.replace(layout, **change)) for name, change in changes.items()]
-    if "micro-batches 1/8 as large" in changes:
-        del changes["micro-batches 1/2 as large"]
-    if len(changes) > 1:
-        all_options = dict(collections.ChainMap(*changes.values()))
-        steps.append((", ".join(changes), dataclasses.replace(layout, **all_options)))
+    factors = [factor for factor in (2, 8) if workload.global_batch >= layout.accumulate * factor * cluster.gpus]
+    steps = list(smaller_layouts(layout, workload.blocks is not None, factors, factors[-1:] or (1,)))
     others = ["fsdp:precision=bf16,recompute"] if workload.blocks else ["fsdp:precision=bf16"]
     steps += [("a different layout", parse_layout(other)) for other in others if cluster.gpus > 1]
     for change, changed in steps:
@@ -452,4 +448,4 @@ def _change(text: str, memory_of: Any, cluster: Cluster, command: str, workload:
 def _command(layout: str, command: str, cluster: Cluster) -> str:
     nodes = cluster.gpus // cluster.per_node
     launch = f" --launcher slurm --nodes {nodes}" if nodes > 1 else ""
-    return f"everyrank train {command} --layout {layout}{launch} --processes {cluster.gpus}"
+    return f"everyrank train {command} --layout {shlex.quote(layout)}{launch} --processes {cluster.gpus}"
