@@ -15,8 +15,16 @@ import pytest
 from everyrank.cli import main
 from everyrank.errors import UsageError
 from everyrank.layout import parse_layout
+from everyrank.plan import traced
 from everyrank.plan.calibration import fit_calibration, read_calibration, row_seconds, shipped_calibration
-from everyrank.plan.candidates import configure_layout, enumerate_layouts, estimate, find_best, smallest_change
+from everyrank.plan.candidates import (
+    configure_layout,
+    default_batch,
+    enumerate_layouts,
+    estimate,
+    find_best,
+    smallest_change,
+)
 from everyrank.plan.changes import smaller_layouts
 from everyrank.plan.configuration import STACKS, make_configurations
 from everyrank.plan.decoder import DECODERS, decoder_from_config, parse_decoder
@@ -380,6 +388,7 @@ INVALID_ARGUMENTS = [
     ("--decoder 8b --gpus 8xh100 --price nan", "above 0"),
     ("--decoder 8b --gpus 8xh100 --price -1", "above 0"),
     ("--decoder 8b --gpus 8xh100 --mtbf inf", "above 0"),
+    ("--decoder 1b --gpus 64xh100 --tokens 1T --mtbf 0.1", "no progress"),
     ("--decoder 8b --gpus 8xh100 --tokens nan", "above 0"),
     ("--decoder 8b --gpus 8xh100 --tokens 1e400", "above 0"),
     ("--decoder 8b --gpus 8xh100 --memory nan", "80GiB"),
@@ -408,6 +417,25 @@ def test_invalid_arguments_are_refused_in_one_line(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert expected_text in lines[0]
+
+
+def test_default_batch_divides_among_the_gpus() -> None:
+    """16 million tokens are 2048 samples, of which 1536 GPUs get one each. More GPUs share the samples."""
+    sizes = DECODERS["8b"]
+    assert [default_batch(sizes, gpus) for gpus in (1, 64, 1024, 1536, 16384)] == [2, 128, 2048, 1536, 2048]
+
+
+def test_commands_of_one_process_start_one_process(tmp_path: Path) -> None:
+    """`train --layout single --processes 8` is refused, so `plan` prints one process."""
+    args = ["plan", "--decoder", "124m", "--gpus", "16xh100", "--batch", "1", "--layout", "single:precision=bf16"]
+    assert main([*args, "--json", str(tmp_path / "plan.json")]) == 0
+    commands = json.loads((tmp_path / "plan.json").read_text())["shortlist"][0]["commands"]
+    assert all(command.endswith("--batch 1 --processes 1") for command in commands.values())
+    cluster = parse_cluster("16xh100")
+    assert traced._command("single", "w.py", cluster).endswith("--layout single --processes 1")
+    custom_path = tmp_path / "my parallel.py"
+    custom_path.write_text("")
+    assert f"--layout '{custom_path}:tensor=2'" in traced._command(f"{custom_path}:tensor=2", "w.py", cluster)
 
 
 def test_vocabulary_of_ten_million_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

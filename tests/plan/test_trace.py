@@ -91,6 +91,17 @@ def test_local_sgd_is_traced_with_an_average() -> None:
     assert "average after each 8 updates is in the memory, but not in the time" in rare.note
 
 
+def test_layout_of_one_process_is_traced_on_a_larger_cluster() -> None:
+    """`single` has the whole batch on one of the GPUs. The devices of one process cannot be traced."""
+    workload = decoder(num_blocks=1, batch=8)
+    plan = answer_workload(workload, "decoder", "decoder.py", parse_cluster("4xh100"), ["single"])
+    row = plan["layouts"][0]
+    assert (row["verdict"], row["note"]) == ("fits", "traced whole")
+    assert row["flops"] == trace_step(workload, parse_layout("single"), 1).flops
+    with pytest.raises(UsageError, match="give ddp"):
+        trace_layout(workload, parse_layout("dataparallel"), 4, first_sample(workload))
+
+
 def test_pipeline_of_four_stages_sends_each_micro_batch() -> None:
     """Inner stages receive and send. Each micro-batch passes once in each direction."""
     layout = parse_layout("pipeline:microbatches=8")

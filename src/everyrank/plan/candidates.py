@@ -75,9 +75,12 @@ class Estimate:
 
 
 def default_batch(sizes: DecoderSizes, gpus: int) -> int:
-    """Return the default samples of an update: 2 for each GPU, up to 16 million tokens as for Llama 3."""
+    """Return the default samples of an update: 2 for each GPU, up to 16 million tokens as for Llama 3.
+
+    It is a multiple of the GPUs if so many tokens allow one sample for each.
+    """
     max_batch = max(1, 2**24 // sizes.seq)
-    return max(1, min(2 * gpus, max_batch))
+    return min(2 * gpus, max_batch // gpus * gpus or max_batch)
 
 
 def _stack(precision: str, zero: int) -> Stack:

@@ -111,6 +111,11 @@ def trace_layout(
     `samples` is (input, target) of one collated sample; `on_gpu` as for `trace_step`; `timing` gives the seconds of a
     traced step by part, and those of the slowest rank are kept.
     """
+    if layout.strategy == "dataparallel" and size > 1:
+        raise UsageError(
+            f"--layout {layout}: plan cannot trace several devices of one process; give ddp, with one process a device"
+        )
+    size = 1 if layout.axis is None else size
     is_pipeline = layout.strategy == "pipeline"
     ranks = sorted({0, size - 1}) if is_pipeline else [0]
     try:
@@ -133,6 +138,7 @@ def time_layout(
     Without the data loader. Raises `UsageError` for a strategy that the machine was not measured for.
     """
     on_gpu = machine.device != "cpu"
+    size = 1 if layout.axis is None else size
     traced = [trace_step(workload, layout, size, rank, samples, on_gpu) for rank in range(size)]
     footprint = max(step.peak_bytes for step in traced)
     return traced_seconds([step.operators for step in traced], layout.strategy, machine, backend, footprint)
@@ -446,6 +452,8 @@ def _change(text: str, memory_of: Any, cluster: Cluster, command: str, workload:
 
 
 def _command(layout: str, command: str, cluster: Cluster) -> str:
+    if parse_layout(layout).axis is None:
+        return f"everyrank train {command} --layout {shlex.quote(layout)} --processes 1"
     nodes = cluster.gpus // cluster.per_node
     launch = f" --launcher slurm --nodes {nodes}" if nodes > 1 else ""
     return f"everyrank train {command} --layout {shlex.quote(layout)}{launch} --processes {cluster.gpus}"
