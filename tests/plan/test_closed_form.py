@@ -28,7 +28,7 @@ from everyrank.plan.candidates import (
 from everyrank.plan.changes import smaller_layouts
 from everyrank.plan.configuration import STACKS, make_configurations
 from everyrank.plan.decoder import DECODERS, decoder_from_config, parse_decoder
-from everyrank.plan.hardware import GIB, GPUS, find_gpu, parse_bytes, parse_cluster, parse_link
+from everyrank.plan.hardware import GIB, GPUS, find_gpu, host_cluster, parse_bytes, parse_cluster, parse_link
 from everyrank.plan.memory import predict_memory
 from everyrank.plan.rows import read_rows
 from everyrank.plan.step_time import PRIOR, Fitted, collective_seconds, predict_step
@@ -52,6 +52,26 @@ def test_gpu_table_is_plausible() -> None:
     assert find_gpu("h200_141gb").name == "h200"
     with pytest.raises(UsageError, match="h100"):
         find_gpu("h100_7gb")
+
+
+@pytest.mark.parametrize(
+    ("device_name", "kind"),
+    [
+        ("Tesla T4", "t4"),
+        ("Tesla V100-SXM2-16GB", "v100_16gb"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA A100-SXM4-80GB", "a100_80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100_40gb_pcie"),
+        ("NVIDIA H100 80GB HBM3", "h100_80gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_name_that_cuda_reports_is_known(device_name: str, kind: str) -> None:
+    """`plan --calibrate` writes this name, and --calibration looks it up."""
+    assert host_cluster(device_name, 1).gpu.name == kind
 
 
 def test_known_decoders_have_their_published_parameter_counts() -> None:
