@@ -480,6 +480,68 @@ def test_hugging_face_config_is_read(tmp_path: Path) -> None:
         decoder_from_config(path)
 
 
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [
+        # parameters as on the pages of the models
+        (
+            {"model_type": "gemma", "num_hidden_layers": 18, "hidden_size": 2048, "num_attention_heads": 8,
+             "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 16384, "vocab_size": 256000},
+            2.506,
+        ),
+        (
+            {"model_type": "falcon", "num_hidden_layers": 32, "hidden_size": 4544, "num_attention_heads": 71,
+             "num_kv_heads": 71, "multi_query": True, "new_decoder_architecture": False, "vocab_size": 65024},
+            6.92,
+        ),
+        (
+            {"model_type": "falcon", "num_hidden_layers": 60, "hidden_size": 8192, "num_attention_heads": 128,
+             "num_kv_heads": 8, "multi_query": True, "new_decoder_architecture": True, "vocab_size": 65024},
+            41.3,
+        ),
+        (
+            {"model_type": "gpt_bigcode", "n_layer": 40, "n_embd": 6144, "n_head": 48, "n_inner": 24576,
+             "n_positions": 8192, "multi_query": True, "vocab_size": 49152},
+            15.5,
+        ),
+        (
+            {"model_type": "bloom", "n_layer": 30, "hidden_size": 4096, "num_attention_heads": 32,
+             "vocab_size": 250880},
+            7.07,
+        ),
+        (
+            {"model_type": "starcoder2", "num_hidden_layers": 30, "hidden_size": 3072, "num_attention_heads": 24,
+             "num_key_value_heads": 2, "intermediate_size": 12288, "vocab_size": 49152},
+            3.03,
+        ),
+    ],
+)  # fmt: skip
+def test_config_of_other_decoders_has_their_parameters(tmp_path: Path, config: dict[str, Any], billions: float) -> None:
+    """Key-value heads, gates and tied heads are named differently, or follow from the type of the model."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert decoder_from_config(path).parameters == pytest.approx(billions * 1e9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected_text"),
+    [
+        ({"model_type": "bert"}, "is an encoder"),
+        ({"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}}, "mixtures of experts"),
+        ({"model_type": "bamba", "mamba_d_state": 128}, "layers without attention"),
+    ],
+)
+def test_config_of_a_model_that_is_not_a_dense_decoder_is_refused(
+    tmp_path: Path, fields: dict[str, Any], expected_text: str
+) -> None:
+    """Its numbers would be those of a different model."""
+    config = {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 30522}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | fields))
+    with pytest.raises(UsageError, match=expected_text):
+        decoder_from_config(path)
+
+
 def test_plan_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each layout has a verdict. A layout that does not fit has a change or a reason.
 
