@@ -183,6 +183,39 @@ def test_experts_get_equal_numbers_of_tokens() -> None:
     assert step.state_bytes < trace_step(workload, parse_layout("ddp"), 2).state_bytes
 
 
+class Recurrent(nn.Module):
+    """An LSTM over a sequence of 8 numbers, or a lookup of 8 rows in a large table."""
+
+    def __init__(self, is_lookup: bool = False) -> None:
+        super().__init__()
+        self.lstm = None if is_lookup else nn.LSTM(1, 32, batch_first=True)
+        self.table = nn.EmbeddingBag(10_000, 8) if is_lookup else None
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.table is not None:
+            return self.table(value.long())
+        assert self.lstm is not None
+        return self.lstm(value.unsqueeze(-1))[0][:, :, 0]
+
+
+def test_recurrent_layer_has_flops_on_a_cpu_and_no_time_on_a_gpu() -> None:
+    """Each step of an LSTM multiplies by both matrices. A GPU has one kernel, which a CPU does not show."""
+    workload = workload_with(Recurrent)
+    step = trace_step(workload, parse_layout("single"), 1)
+    forward_flops = 2 * 16 * 8 * (4 * 32 * 1 + 4 * 32 * 32)
+    assert [operator.flops for operator in step.operators if operator.flops] == [forward_flops, 2 * forward_flops]
+    row = answer_workload(workload, "lstm", "lstm.py", parse_cluster("1xh100"), ["single"])["layouts"][0]
+    assert "step_seconds" not in row
+    assert row["note"].endswith("no time, because a GPU has one kernel for RNNs")
+
+
+def test_lookup_reads_a_few_rows() -> None:
+    """The bytes of an embedding bag are those of its rows, not of the whole table."""
+    step = trace_step(workload_with(lambda: Recurrent(is_lookup=True)), parse_layout("single"), 1)
+    lookup = next(operator for operator in step.operators if operator.name == "_embedding_bag")
+    assert lookup.bytes < 10_000 * 8 * 4 / 10
+
+
 def test_token_counts_are_spread_evenly() -> None:
     """Counts come from one_hot, bincount or scatter_add. Other numbers stay unknown."""
     with FakeTensorMode(), StorageTrace():

@@ -62,6 +62,7 @@ class TracedStep:
                  allocator
     ends         number of events at the end of: the construction, forward and backward of the first update, the first
                  update, forward and backward of the second
+    is_recurrent  the model has RNN, LSTM or GRU layers, which are one kernel on a GPU
     """
 
     rank: int
@@ -74,6 +75,7 @@ class TracedStep:
     groups: Mapping[str, tuple[int, ...]]
     events: tuple[tuple[int, int, int], ...]
     ends: tuple[int, ...]
+    is_recurrent: bool = False
 
     @property
     def flops(self) -> int:
@@ -343,6 +345,7 @@ def trace_step(
                 _groups(trace.operators),
                 tuple(trace.events),
                 tuple(ends),
+                any(isinstance(module, nn.RNNBase) for module in prepared.model.modules()),
             )
 
 

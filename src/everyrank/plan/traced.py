@@ -158,6 +158,8 @@ def _trace_rank(
     def traced(stage: Workload, note: str) -> LayoutMemory:
         step = trace_step(stage, layout, size, rank, samples, on_gpu)
         memory = _memory_of(step, on_gpu, note + _not_traced(layout))
+        if on_gpu and step.is_recurrent:
+            return dataclasses.replace(memory, note=f"{memory.note}; no time, because a GPU has one kernel for RNNs")
         return dataclasses.replace(memory, parts=timing(step)) if timing is not None else memory
 
     depths = _depths(workload, layout, size)
