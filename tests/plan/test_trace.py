@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -348,6 +349,49 @@ def test_model_that_cannot_be_traced_may_not_fit() -> None:
     assert row["verdict"] == "may not fit"
     assert row["categories"]["parameters"] == (8 * 8 + 8) * 4
     assert "not traced" in row["note"]
+
+
+def test_model_that_cannot_be_traced_has_at_least_the_memory_of_its_state() -> None:
+    """A frozen parameter has no gradient and no state, and SGD keeps none. So `does not fit` is sure."""
+
+    def make_model() -> nn.Module:
+        model = DataDependent()
+        model.register_parameter("table", nn.Parameter(torch.zeros(1000, 8), requires_grad=False))
+        return model
+
+    trained_bytes, table_bytes = (8 * 8 + 8) * 4, 1000 * 8 * 4
+    workload = workload_with(make_model)
+    for changed, state in (
+        (workload, 0),
+        (dataclasses.replace(workload, optimizer=lambda m: torch.optim.AdamW(m.parameters())), 2),
+    ):
+        memory = trace_layout(changed, parse_layout("ddp"), 2, first_sample(changed))
+        assert dict(memory.categories) == {
+            "parameters": table_bytes + trained_bytes,
+            "gradients": trained_bytes,
+            "optimizer": state * trained_bytes,
+        }
+        assert not memory.is_whole
+
+
+class Printing(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """A dataset that writes to standard output."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        sys.stdout.write(f"reading {index}\n")
+        sys.stdout.flush()
+        return torch.ones(8), torch.ones(8)
+
+
+def test_dataset_may_write_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it writes is dropped."""
+    workload = dataclasses.replace(workload_with(lambda: nn.Linear(8, 8)), train_data=Printing)
+    plan = answer_workload(workload, "printing", "printing.py", parse_cluster("1xh100"), ["single"])
+    assert plan["layouts"][0]["verdict"] == "fits"
+    assert not capsys.readouterr().out
 
 
 def test_model_that_reads_weights_from_files_is_traced(tmp_path: Path) -> None:

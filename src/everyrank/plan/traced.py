@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import io
 import itertools
 import math
 import shlex
@@ -28,6 +29,7 @@ from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
 from everyrank.layout import Layout, parse_layout
 from everyrank.layout.options import LocalSGDOptions, PipelineOptions
 from everyrank.parallel.parallelize import find_blocks
+from everyrank.parallel.state_memory import optimizer_tensors
 from everyrank.plan.caching_allocator import replay
 from everyrank.plan.calibration import Calibration, shipped_calibration
 from everyrank.plan.changes import smaller_layouts
@@ -301,25 +303,42 @@ def _with_first_blocks(workload: Workload, count: int) -> Workload:
 
 
 def _memory_of_parameters(workload: Workload, layout: Layout, size: int, error: Exception) -> LayoutMemory:
-    """Return the memory of a model that cannot be traced: parameters, gradients, and two optimizer values each."""
+    """Return the memory of a model that cannot be traced: parameters, gradients and optimizer state, or fewer."""
     first_line = (str(error).splitlines() or [""])[0][:200]
     reason = f"not traced: {type(error).__name__}: {first_line}"
     try:
         with FakeTensorMode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            count = float(sum(parameter.nbytes for parameter in workload.model().parameters()))
+            model = workload.model()
+            count, trained = (
+                float(sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad or not only))
+                for only in (False, True)
+            )
+            state = float(_optimizer_bytes(workload, model))
     except Exception:
         return LayoutMemory(
             0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, False, f"{reason}; its parameters are also unknown"
         )
     degrees = layout.mesh(size) if layout.axis else {}
-    parts = degrees.get("shard", 1) * degrees.get("tensor", 1) * degrees.get("pipeline", 1)
+    replicas = ("replicate",) if layout.strategy == "fsdp" else ("replicate", "context")
+    parts = math.prod(degree for axis, degree in degrees.items() if axis not in replicas)
     states = parts * (size if layout.strategy == "zero1" else 1)
-    categories = {"parameters": count / parts, "gradients": count / parts, "optimizer": 2 * count / states}
-    note = f"{reason}; only parameters, gradients and Adam's state are counted, activations are not"
+    categories = {"parameters": count / parts, "gradients": trained / parts, "optimizer": state / states}
+    note = f"{reason}; only parameters, gradients and the state of torch's optimizers are counted, activations are not"
     allocated = sum(categories.values())
     reserved = allocated * _FRAGMENTS
     return LayoutMemory(0, categories, allocated, 0.0, reserved, reserved, 0.0, 0.0, 0.0, {}, False, note)
+
+
+def _optimizer_bytes(workload: Workload, model: nn.Module) -> int:
+    """Return the bytes that the workload's optimizer keeps for all trained parameters; 0 if unknown."""
+    optimizer = workload.optimizer(model)
+    return sum(
+        optimizer_tensors(optimizer, group) * parameter.nbytes
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    )
 
 
 def usual_workload_layouts(workload: Workload, size: int, per_node: int) -> list[str]:
@@ -348,7 +367,7 @@ def answer_workload(
     `timed` is a measured machine and a backend: rows have the seconds of an update on it. Without it they have those of
     a roofline if the kind of GPU is known.
     """
-    with contextlib.redirect_stdout(None):  # a dataset may print
+    with contextlib.redirect_stdout(io.StringIO()):  # a dataset may print
         samples = first_sample(workload)
     cache: dict[str, LayoutMemory] = {}
     calibration = shipped_calibration() if timed is None and cluster.gpu.name in GPUS else None
