@@ -18,6 +18,7 @@ from everyrank.builtin import DECODER_EXPERTS, Decoder, DecoderShape, decoder_pl
 from everyrank.errors import UsageError
 from everyrank.layout import parse_layout
 from everyrank.plan import traced
+from everyrank.plan.as_on_gpu import take_all_at_once
 from everyrank.plan.calibrate import decoder_workload
 from everyrank.plan.hardware import GIB, parse_cluster
 from everyrank.plan.pretend import TracedStep, first_sample, trace_step
@@ -484,6 +485,25 @@ def test_pretended_world_is_closed() -> None:
     assert not torch.distributed.is_initialized()
     with pytest.raises(UsageError, match="rank"), World.pretend(2, 2):
         pass
+
+
+def test_adafactor_takes_one_parameter_at_a_time() -> None:
+    """It is the only optimizer of torch that does not update all parameters at once on a GPU."""
+    for optimizer_kind, is_at_once in ((torch.optim.Adafactor, False), (torch.optim.AdamW, True)):
+        optimizer = optimizer_kind(nn.Linear(2, 2).parameters())
+        take_all_at_once(optimizer)
+        assert (optimizer.param_groups[0]["foreach"] is True) == is_at_once
+
+
+def test_pipelines_by_schedule() -> None:
+    """Interleaving and zero-bubble wait less. Only an interleaved schedule has several stages on a rank."""
+    idle_shares = [
+        traced._idle_share(parse_layout(f"pipeline:microbatches=4{schedule}"), 4)
+        for schedule in ("", ",schedule=gpipe", ",schedule=interleaved,chunks=3", ",schedule=zero-bubble")
+    ]
+    assert idle_shares == [3 / 7, 3 / 7, 1 / 5, pytest.approx(1 / 5)]
+    assert traced._depths(decoder(16), parse_layout("pipeline"), 2) == (16, 8, 12)
+    assert traced._depths(decoder(16), parse_layout("pipeline:schedule=interleaved"), 2) is None
 
 
 def test_gpu_trace_uses_fused_kernels() -> None:

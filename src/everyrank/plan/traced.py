@@ -150,8 +150,9 @@ def _idle_share(layout: Layout, size: int) -> float:
     """Return the share of a step in which the ranks of a pipeline are idle; 0 for other layouts."""
     if layout.strategy != "pipeline":
         return 0.0
-    stages = layout.mesh(size).get("pipeline", 1)
-    return pipeline_bubble(stages, layout.read(PipelineOptions).microbatches or 2 * stages)
+    stages, options = layout.mesh(size).get("pipeline", 1), layout.read(PipelineOptions)
+    share = {"interleaved": 1 / options.chunks, "zero-bubble": 1 / 3}.get(options.schedule, 1.0)
+    return pipeline_bubble(stages, options.microbatches or 2 * stages, share)
 
 
 def _trace_rank(
@@ -275,7 +276,8 @@ def _depths(workload: Workload, layout: Layout, size: int) -> tuple[int, int, in
         (type(block), tuple(_kind_of(tensor) for tensor in (*block.parameters(), *block.buffers()))) for block in blocks
     }
     stages = layout.mesh(size).get("pipeline", 1) if layout.strategy == "pipeline" else 1
-    stages *= layout.read(PipelineOptions).chunks if layout.strategy == "pipeline" else 1
+    if layout.strategy == "pipeline" and (options := layout.read(PipelineOptions)).schedule == "interleaved":
+        stages *= options.chunks
     count = len(blocks)
     if count <= _TRACED_BLOCKS or len(kinds) != 1 or (stages > 1 and count % stages):
         return None
