@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from everyrank.plan.calibrate import decoder_workload
 from everyrank.plan.hardware import GIB, parse_cluster
 from everyrank.plan.pretend import TracedStep, first_sample, trace_step
 from everyrank.plan.trace import StorageTrace
-from everyrank.plan.traced import LayoutMemory, answer_workload, trace_layout
+from everyrank.plan.traced import LayoutMemory, Timing, answer_workload, trace_layout
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -288,6 +288,32 @@ def test_model_whose_forward_needs_all_blocks_is_traced_whole() -> None:
     assert (memory.is_whole, memory.note) == (True, "traced whole")
 
 
+class Stacked(nn.Module):
+    """A model of equal blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_blocks)))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.blocks(value)
+
+
+def test_time_is_extrapolated_before_parts_overlap() -> None:
+    """Communication that a few blocks hide may be exposed in a deep model, and no part may become negative."""
+    workload, layout = dataclasses.replace(workload_with(lambda: Stacked(16)), blocks="blocks"), parse_layout("ddp")
+
+    def hide_the_first_ten(sums: Mapping[str, float]) -> dict[str, float]:
+        return {"exposed": max(sums["blocks"] - 10, 0.0)}
+
+    timing = Timing(
+        lambda step: {"blocks": float(sum(operator.name == "addmm" for operator in step.operators))}, hide_the_first_ten
+    )
+    memory = trace_layout(workload, layout, 2, first_sample(workload), timing=timing)
+    assert "4 and 6 of 16" in memory.note
+    assert dict(memory.parts) == {"exposed": 6.0}
+
+
 def test_another_moment_may_be_the_peak_of_a_deeper_model() -> None:
     """With few blocks the loss takes most memory, with many blocks the optimizer's step. Gaps grow with the peak."""
 
@@ -495,15 +521,13 @@ def test_adafactor_takes_one_parameter_at_a_time() -> None:
         assert (optimizer.param_groups[0]["foreach"] is True) == is_at_once
 
 
-def test_pipelines_by_schedule() -> None:
-    """Interleaving and zero-bubble wait less. Only an interleaved schedule has several stages on a rank."""
+def test_bubbles_by_schedule() -> None:
+    """Interleaving and zero-bubble wait less."""
     idle_shares = [
         traced._idle_share(parse_layout(f"pipeline:microbatches=4{schedule}"), 4)
         for schedule in ("", ",schedule=gpipe", ",schedule=interleaved,chunks=3", ",schedule=zero-bubble")
     ]
     assert idle_shares == [3 / 7, 3 / 7, 1 / 5, pytest.approx(1 / 5)]
-    assert traced._depths(decoder(16), parse_layout("pipeline"), 2) == (16, 8, 12)
-    assert traced._depths(decoder(16), parse_layout("pipeline:schedule=interleaved"), 2) is None
 
 
 def test_gpu_trace_uses_fused_kernels() -> None:

@@ -36,10 +36,10 @@ from everyrank.plan.changes import smaller_layouts
 from everyrank.plan.hardware import GIB, GPUS, Cluster
 from everyrank.plan.machine import Machine, pipeline_bubble, traced_seconds
 from everyrank.plan.pretend import TracedStep, first_sample, trace_step
-from everyrank.plan.roofline import roofline_seconds
+from everyrank.plan.roofline import roofline_parts, roofline_sums
 from everyrank.workload import Workload
 
-__all__ = ["LayoutMemory", "answer_workload", "time_layout", "trace_layout"]
+__all__ = ["LayoutMemory", "Timing", "answer_workload", "time_layout", "trace_layout"]
 
 _TRACED_BLOCKS = 12  # with more equal blocks, two depths are traced and extrapolated
 _FRAGMENTS = 1.10  # reserved over allocated, if it is not replayed
@@ -102,16 +102,25 @@ class LayoutMemory:
         return dataclasses.replace(self, reserved=self.expandable)
 
 
-_Timing = Callable[[TracedStep], Mapping[str, float]]
+@dataclass(frozen=True)
+class Timing:
+    """How long a traced step takes.
+
+    sums    seconds of a step that grow in proportion to the blocks
+    parts   seconds of an update by part, from these sums
+    """
+
+    sums: Callable[[TracedStep], Mapping[str, float]]
+    parts: Callable[[Mapping[str, float]], Mapping[str, float]]
 
 
 def trace_layout(
-    workload: Workload, layout: Layout, size: int, samples: Any, on_gpu: bool = False, timing: _Timing | None = None
+    workload: Workload, layout: Layout, size: int, samples: Any, on_gpu: bool = False, timing: Timing | None = None
 ) -> LayoutMemory:
     """Return the memory of the fullest rank. Raises `UsageError` for layouts that do not support the workload.
 
-    `samples` is (input, target) of one collated sample; `on_gpu` as for `trace_step`; `timing` gives the seconds of a
-    traced step by part, and those of the slowest rank are kept.
+    `samples` is (input, target) of one collated sample; `on_gpu` as for `trace_step`; `timing` gives the seconds
+    of a traced step by part, and those of the slowest rank are kept.
     """
     if layout.strategy == "dataparallel" and size > 1:
         raise UsageError(
@@ -156,14 +165,17 @@ def _idle_share(layout: Layout, size: int) -> float:
 
 
 def _trace_rank(
-    workload: Workload, layout: Layout, size: int, rank: int, samples: Any, on_gpu: bool, timing: _Timing | None
+    workload: Workload, layout: Layout, size: int, rank: int, samples: Any, on_gpu: bool, timing: Timing | None
 ) -> LayoutMemory:
     def traced(stage: Workload, note: str) -> LayoutMemory:
         step = trace_step(stage, layout, size, rank, samples, on_gpu)
         memory = _memory_of(step, on_gpu, note + _not_traced(layout))
         if on_gpu and step.is_recurrent:
             return dataclasses.replace(memory, note=f"{memory.note}; no time, because a GPU has one kernel for RNNs")
-        return dataclasses.replace(memory, parts=timing(step)) if timing is not None else memory
+        return dataclasses.replace(memory, parts=timing.sums(step)) if timing is not None else memory
+
+    def with_time(memory: LayoutMemory) -> LayoutMemory:
+        return dataclasses.replace(memory, parts=timing.parts(memory.parts)) if timing and memory.parts else memory
 
     depths = _depths(workload, layout, size)
     if depths is not None:
@@ -171,8 +183,8 @@ def _trace_rank(
         note = f"traced with {first} and {second} of {num_blocks} blocks, which are equal"
         with contextlib.suppress(Exception):  # forward may need all blocks, such as `for i in range(n): blocks[i](x)`
             shallow, deep = (traced(_with_first_blocks(workload, count), note) for count in (first, second))
-            return _extrapolated(shallow, deep, (num_blocks - first) / (second - first))
-    return traced(workload, "traced whole")
+            return with_time(_extrapolated(shallow, deep, (num_blocks - first) / (second - first)))
+    return with_time(traced(workload, "traced whole"))
 
 
 def _not_traced(layout: Layout) -> str:
@@ -276,8 +288,7 @@ def _depths(workload: Workload, layout: Layout, size: int) -> tuple[int, int, in
         (type(block), tuple(_kind_of(tensor) for tensor in (*block.parameters(), *block.buffers()))) for block in blocks
     }
     stages = layout.mesh(size).get("pipeline", 1) if layout.strategy == "pipeline" else 1
-    if layout.strategy == "pipeline" and (options := layout.read(PipelineOptions)).schedule == "interleaved":
-        stages *= options.chunks
+    stages *= layout.read(PipelineOptions).chunks if layout.strategy == "pipeline" else 1
     count = len(blocks)
     if count <= _TRACED_BLOCKS or len(kinds) != 1 or (stages > 1 and count % stages):
         return None
@@ -418,9 +429,11 @@ def _layouts(workload: Workload, cluster: Cluster, timed: tuple[Machine, str] | 
     return list(timed[0].overhead.get(timed[1], {}))
 
 
-def _roofline(layout: Layout, cluster: Cluster) -> _Timing:
+def _roofline(layout: Layout, cluster: Cluster) -> Timing:
     idle = _idle_share(layout, cluster.gpus)
-    return lambda step: roofline_seconds(step, layout.strategy, cluster, idle)
+    return Timing(
+        lambda step: roofline_sums(step, layout.strategy, cluster), lambda sums: roofline_parts(sums, bubble=idle)
+    )
 
 
 def _seconds(memory: LayoutMemory, calibration: Calibration | None) -> dict[str, Any]:
