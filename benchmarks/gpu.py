@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
 import functools
 import gc
 import json
@@ -445,7 +444,9 @@ def predict(path: Path, machine_path: Path) -> None:
         traced = traces[key] = traces.get(key) or trace_step(workload, layout, ranks, 0, sample, on_gpu=True)
         row["traced"] = traced.peak_bytes
         expandable = row["check"] == "expandable"
-        row["replayed"] = dataclasses.asdict(replay(traced.events, traced.start, expandable_segments=expandable))
+        replayed = replay(traced.events, traced.ends, expandable_segments=expandable)
+        building, allocated = max(replayed.peaks[:3]), max(replayed.peaks[3:])
+        row["replayed"] = {"building": building, "allocated": allocated, "reserved": replayed.reserved}
         if row["check"] == "steps":
             row["roofline_seconds"] = sum(roofline_seconds(traced, layout.strategy, cluster).values())
             row["predicted_parts"] = time_layout(workload, layout, ranks, sample, measured, "nccl")

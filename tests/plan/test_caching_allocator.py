@@ -80,10 +80,10 @@ def test_resized_storage_is_allocated_again() -> None:
     assert replay(events).reserved == 60 * MIB
 
 
-def test_peaks_before_and_after_a_start_event() -> None:
-    """Peaks count blocks, not requests. A block that is alive at the start counts in both peaks."""
+def test_peaks_of_sections() -> None:
+    """Peaks count blocks, not requests. A block that is alive at the end of a section counts in both peaks."""
     events = [(12 * MIB, 0, 0), (12 * MIB, 1, 0), (-12 * MIB, 1, 0), (100, 2, 0)]
-    assert replay(events, start=3) == Replayed(24 * MIB, 12 * MIB + 512, 26 * MIB)
+    assert replay(events, ends=(3,)) == Replayed((24 * MIB, 12 * MIB + 512), 26 * MIB)
 
 
 def test_expandable_segments_grow() -> None:

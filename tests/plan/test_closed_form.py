@@ -15,11 +15,20 @@ import pytest
 from everyrank.cli import main
 from everyrank.errors import UsageError
 from everyrank.layout import parse_layout
+from everyrank.plan import traced
 from everyrank.plan.calibration import fit_calibration, read_calibration, row_seconds, shipped_calibration
-from everyrank.plan.candidates import configure_layout, enumerate_layouts, estimate, find_best, smallest_change
+from everyrank.plan.candidates import (
+    configure_layout,
+    default_batch,
+    enumerate_layouts,
+    estimate,
+    find_best,
+    smallest_change,
+)
+from everyrank.plan.changes import smaller_layouts
 from everyrank.plan.configuration import STACKS, make_configurations
 from everyrank.plan.decoder import DECODERS, decoder_from_config, parse_decoder
-from everyrank.plan.hardware import GIB, GPUS, find_gpu, parse_bytes, parse_cluster, parse_link
+from everyrank.plan.hardware import GIB, GPUS, find_gpu, host_cluster, parse_bytes, parse_cluster, parse_link
 from everyrank.plan.memory import predict_memory
 from everyrank.plan.rows import read_rows
 from everyrank.plan.step_time import PRIOR, Fitted, collective_seconds, predict_step
@@ -43,6 +52,26 @@ def test_gpu_table_is_plausible() -> None:
     assert find_gpu("h200_141gb").name == "h200"
     with pytest.raises(UsageError, match="h100"):
         find_gpu("h100_7gb")
+
+
+@pytest.mark.parametrize(
+    ("device_name", "kind"),
+    [
+        ("Tesla T4", "t4"),
+        ("Tesla V100-SXM2-16GB", "v100_16gb"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA A100-SXM4-80GB", "a100_80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100_40gb_pcie"),
+        ("NVIDIA H100 80GB HBM3", "h100_80gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_name_that_cuda_reports_is_known(device_name: str, kind: str) -> None:
+    """`plan --calibrate` writes this name, and --calibration looks it up."""
+    assert host_cluster(device_name, 1).gpu.name == kind
 
 
 def test_known_decoders_have_their_published_parameter_counts() -> None:
@@ -128,6 +157,47 @@ def test_model_has_to_fit_unsharded_unless_it_is_built_on_meta() -> None:
     change = smallest_change(parse_layout(layout_text), sizes, cluster, 1024, calibration)
     assert change is not None
     assert change[1] == f"{layout_text},meta=true"
+
+
+@pytest.mark.parametrize(
+    ("layout", "traced_mib"),
+    [
+        ("ddp:precision=bf16", 3188),
+        ("local_sgd:precision=bf16", 4645),
+        ("fsdp:precision=bf16,reshard_after_forward=false", 1521),
+        ("fsdp:precision=bf16,recompute,reshard_after_forward=false", 888),
+        ("pipeline:precision=bf16,schedule=gpipe", 2257),
+        ("tensor:precision=bf16,sequence=true", 2195),
+        ("fsdp:tensor=2,sequence=true,precision=bf16", 1658),
+        ("fsdp:tensor=4,sequence=true,precision=bf16", 1800),
+    ],
+)
+def test_memory_matches_the_trace_of_our_decoder(layout: str, traced_mib: float) -> None:
+    """The peak of `trace_layout(..., on_gpu=True)` on 4 ranks with 8 samples is inside the stated uncertainty."""
+    sizes = parse_decoder("layers=8,hidden=1024,heads=8,ffn=2816,vocab=8192,seq=1024")
+    memory = predict_memory(configure_layout(parse_layout(layout), sizes, parse_cluster("4xh100"), 8))
+    assert 0.93 * traced_mib < float(memory.allocated) / 2**20 < 1.15 * traced_mib
+
+
+def test_time_counts_the_gathers_and_averages_of_a_layout() -> None:
+    """Parameters that stay gathered are gathered once. Local SGD averages less often than DDP reduces gradients."""
+    sizes, cluster = DECODERS["1b"], parse_cluster("16xa100", link=parse_link("5Gb"))
+
+    def data_link(layout: str) -> float:
+        configuration_of_layout = configure_layout(parse_layout(f"{layout},precision=bf16"), sizes, cluster, 16)
+        step_time = predict_step(configuration_of_layout, cluster.gpu, cluster.inside, cluster.across)
+        return float(step_time.parts["data link"])
+
+    assert data_link("fsdp:reshard_after_forward=false") < 0.8 * data_link("fsdp:reshard_after_forward=true")
+    assert data_link("local_sgd:every=8") == pytest.approx(data_link("local_sgd:every=1") / 8)
+    assert data_link("local_sgd:every=8") < data_link("ddp:bucket_mb=25") < data_link("local_sgd:every=1")
+
+
+@pytest.mark.parametrize("layout", ["ddp:compress=powersgd", "single:devices=2", "local_sgd:simulated=4"])
+def test_options_that_the_closed_form_does_not_know_are_refused(layout: str) -> None:
+    """A prediction without them would be that of a different layout."""
+    with pytest.raises(UsageError, match="not supported for a decoder"):
+        configure_layout(parse_layout(layout), DECODERS["1b"], parse_cluster("8xh100"), 8)
 
 
 def test_gpipe_keeps_activations_of_more_micro_batches() -> None:
@@ -274,6 +344,31 @@ def test_smallest_change_of_a_layout_fits(layout: str) -> None:
     assert estimate(changed_configuration, cluster, calibration).verdict == "fits"
 
 
+def test_changes_of_a_layout_are_tried_from_small_to_large() -> None:
+    """Later changes keep meta=true. Changes that the layout does not support are left out."""
+
+    def changes(layout: str, **options: Any) -> list[tuple[str, str]]:
+        smaller = smaller_layouts(parse_layout(layout), True, (2, 4), (1, 4), **options)
+        return [(change, str(changed)) for change, changed in smaller]
+
+    assert changes("single") == [
+        ("bf16", "single:precision=bf16"),
+        ("recompute", "single:recompute"),
+        ("micro-batches 1/2 as large", "single:accumulate=2"),
+        ("micro-batches 1/4 as large", "single:accumulate=4"),
+        ("bf16, recompute", "single:precision=bf16,recompute"),
+        ("bf16, recompute, micro-batches 1/4 as large", "single:accumulate=4,precision=bf16,recompute"),
+    ]
+    assert changes("fsdp:recompute,precision=bf16", meta=True)[:2] == [
+        ("meta=true", "fsdp:precision=bf16,recompute,meta=true"),
+        ("meta=true, micro-batches 1/2 as large", "fsdp:accumulate=2,precision=bf16,recompute,meta=true"),
+    ]
+    static_graph = changes("ddp:static_graph")
+    assert [change for change, _ in static_graph] == ["bf16", "recompute", "bf16, recompute"]
+    cluster = parse_cluster("8xa100")
+    assert smallest_change(parse_layout("ddp:static_graph"), DECODERS["8b"], cluster, 16, shipped_calibration())
+
+
 def test_best_layout_is_the_fastest_that_fits() -> None:
     """The vectorized search finds the same layouts as a loop over all layouts."""
     sizes, cluster, calibration = DECODERS["1b"], parse_cluster("8xa100"), shipped_calibration()
@@ -313,6 +408,7 @@ INVALID_ARGUMENTS = [
     ("--decoder 8b --gpus 8xh100 --price nan", "above 0"),
     ("--decoder 8b --gpus 8xh100 --price -1", "above 0"),
     ("--decoder 8b --gpus 8xh100 --mtbf inf", "above 0"),
+    ("--decoder 1b --gpus 64xh100 --tokens 1T --mtbf 0.1", "no progress"),
     ("--decoder 8b --gpus 8xh100 --tokens nan", "above 0"),
     ("--decoder 8b --gpus 8xh100 --tokens 1e400", "above 0"),
     ("--decoder 8b --gpus 8xh100 --memory nan", "80GiB"),
@@ -343,6 +439,25 @@ def test_invalid_arguments_are_refused_in_one_line(
     assert expected_text in lines[0]
 
 
+def test_default_batch_divides_among_the_gpus() -> None:
+    """16 million tokens are 2048 samples, of which 1536 GPUs get one each. More GPUs share the samples."""
+    sizes = DECODERS["8b"]
+    assert [default_batch(sizes, gpus) for gpus in (1, 64, 1024, 1536, 16384)] == [2, 128, 2048, 1536, 2048]
+
+
+def test_commands_of_one_process_start_one_process(tmp_path: Path) -> None:
+    """`train --layout single --processes 8` is refused, so `plan` prints one process."""
+    args = ["plan", "--decoder", "124m", "--gpus", "16xh100", "--batch", "1", "--layout", "single:precision=bf16"]
+    assert main([*args, "--json", str(tmp_path / "plan.json")]) == 0
+    commands = json.loads((tmp_path / "plan.json").read_text())["shortlist"][0]["commands"]
+    assert all(command.endswith("--batch 1 --processes 1") for command in commands.values())
+    cluster = parse_cluster("16xh100")
+    assert traced._command("single", "w.py", cluster).endswith("--layout single --processes 1")
+    custom_path = tmp_path / "my parallel.py"
+    custom_path.write_text("")
+    assert f"--layout '{custom_path}:tensor=2'" in traced._command(f"{custom_path}:tensor=2", "w.py", cluster)
+
+
 def test_vocabulary_of_ten_million_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """The logits of such a model do not fit into memory."""
     assert main(["plan", "--decoder", "8b,vocab=10000000", "--gpus", "8xh100"]) == 0
@@ -362,6 +477,68 @@ def test_hugging_face_config_is_read(tmp_path: Path) -> None:
             decoder_from_config(path)
     path.write_text("[" * 100000)
     with pytest.raises(UsageError, match="JSON"):
+        decoder_from_config(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [
+        # parameters as on the pages of the models
+        (
+            {"model_type": "gemma", "num_hidden_layers": 18, "hidden_size": 2048, "num_attention_heads": 8,
+             "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 16384, "vocab_size": 256000},
+            2.506,
+        ),
+        (
+            {"model_type": "falcon", "num_hidden_layers": 32, "hidden_size": 4544, "num_attention_heads": 71,
+             "num_kv_heads": 71, "multi_query": True, "new_decoder_architecture": False, "vocab_size": 65024},
+            6.92,
+        ),
+        (
+            {"model_type": "falcon", "num_hidden_layers": 60, "hidden_size": 8192, "num_attention_heads": 128,
+             "num_kv_heads": 8, "multi_query": True, "new_decoder_architecture": True, "vocab_size": 65024},
+            41.3,
+        ),
+        (
+            {"model_type": "gpt_bigcode", "n_layer": 40, "n_embd": 6144, "n_head": 48, "n_inner": 24576,
+             "n_positions": 8192, "multi_query": True, "vocab_size": 49152},
+            15.5,
+        ),
+        (
+            {"model_type": "bloom", "n_layer": 30, "hidden_size": 4096, "num_attention_heads": 32,
+             "vocab_size": 250880},
+            7.07,
+        ),
+        (
+            {"model_type": "starcoder2", "num_hidden_layers": 30, "hidden_size": 3072, "num_attention_heads": 24,
+             "num_key_value_heads": 2, "intermediate_size": 12288, "vocab_size": 49152},
+            3.03,
+        ),
+    ],
+)  # fmt: skip
+def test_config_of_other_decoders_has_their_parameters(tmp_path: Path, config: dict[str, Any], billions: float) -> None:
+    """Key-value heads, gates and tied heads are named differently, or follow from the type of the model."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert decoder_from_config(path).parameters == pytest.approx(billions * 1e9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected_text"),
+    [
+        ({"model_type": "bert"}, "is an encoder"),
+        ({"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}}, "mixtures of experts"),
+        ({"model_type": "bamba", "mamba_d_state": 128}, "layers without attention"),
+    ],
+)
+def test_config_of_a_model_that_is_not_a_dense_decoder_is_refused(
+    tmp_path: Path, fields: dict[str, Any], expected_text: str
+) -> None:
+    """Its numbers would be those of a different model."""
+    config = {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 30522}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | fields))
+    with pytest.raises(UsageError, match=expected_text):
         decoder_from_config(path)
 
 

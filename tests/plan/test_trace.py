@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,12 @@ from everyrank.builtin import DECODER_EXPERTS, Decoder, DecoderShape, decoder_pl
 from everyrank.errors import UsageError
 from everyrank.layout import parse_layout
 from everyrank.plan import traced
+from everyrank.plan.as_on_gpu import take_all_at_once
 from everyrank.plan.calibrate import decoder_workload
 from everyrank.plan.hardware import GIB, parse_cluster
-from everyrank.plan.pretend import first_sample, trace_step
+from everyrank.plan.pretend import TracedStep, first_sample, trace_step
 from everyrank.plan.trace import StorageTrace
-from everyrank.plan.traced import LayoutMemory, answer_workload, trace_layout
+from everyrank.plan.traced import LayoutMemory, Timing, answer_workload, trace_layout
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -61,6 +63,45 @@ def test_ddp_all_reduces_and_zero1_broadcasts() -> None:
     assert set(trace_step(decoder(), parse_layout("ddp"), 64).collectives()) == {"allreduce_"}
     zero1_step = trace_step(decoder(), parse_layout("zero1"), 8, rank=3)
     assert zero1_step.collectives()["broadcast_"] == 8
+
+
+def test_compression_of_gradients_is_traced() -> None:
+    """PowerSGD keeps an error of the size of each matrix. Gradients in 16 bits are half as large on the way."""
+    workload = decoder(num_blocks=1, batch=8)
+    plain_step, powersgd_step, half_step = (
+        trace_step(workload, parse_layout(layout), 2)
+        for layout in ("ddp", "ddp:compress=powersgd", "ddp:compress=bf16")
+    )
+    assert powersgd_step.state_bytes > plain_step.state_bytes + 0.9 * parameter_bytes(workload)
+
+    def largest_message(step: TracedStep) -> int:
+        return max(operator.bytes for operator in step.operators if operator.group)
+
+    assert largest_message(powersgd_step) < 0.2 * largest_message(plain_step)
+    assert largest_message(half_step) == pytest.approx(largest_message(plain_step) / 2, rel=0.01)
+
+
+def test_local_sgd_is_traced_with_an_average() -> None:
+    """The replicas are averaged every 8 updates, which takes memory. The traced update has no average."""
+    workload = decoder(num_blocks=1, batch=2)
+    sample = first_sample(workload)
+    rare, frequent = (
+        trace_layout(workload, parse_layout(layout), 2, sample) for layout in ("local_sgd:every=8", "local_sgd")
+    )
+    assert rare.allocated > 0.99 * frequent.allocated
+    assert (rare.sent, frequent.sent > 0) == (0, True)
+    assert "average after each 8 updates is in the memory, but not in the time" in rare.note
+
+
+def test_layout_of_one_process_is_traced_on_a_larger_cluster() -> None:
+    """`single` has the whole batch on one of the GPUs. The devices of one process cannot be traced."""
+    workload = decoder(num_blocks=1, batch=8)
+    plan = answer_workload(workload, "decoder", "decoder.py", parse_cluster("4xh100"), ["single"])
+    row = plan["layouts"][0]
+    assert (row["verdict"], row["note"]) == ("fits", "traced whole")
+    assert row["flops"] == trace_step(workload, parse_layout("single"), 1).flops
+    with pytest.raises(UsageError, match="give ddp"):
+        trace_layout(workload, parse_layout("dataparallel"), 4, first_sample(workload))
 
 
 def test_pipeline_of_four_stages_sends_each_micro_batch() -> None:
@@ -144,6 +185,39 @@ def test_experts_get_equal_numbers_of_tokens() -> None:
     assert step.state_bytes < trace_step(workload, parse_layout("ddp"), 2).state_bytes
 
 
+class Recurrent(nn.Module):
+    """An LSTM over a sequence of 8 numbers, or a lookup of 8 rows in a large table."""
+
+    def __init__(self, is_lookup: bool = False) -> None:
+        super().__init__()
+        self.lstm = None if is_lookup else nn.LSTM(1, 32, batch_first=True)
+        self.table = nn.EmbeddingBag(10_000, 8) if is_lookup else None
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.table is not None:
+            return self.table(value.long())
+        assert self.lstm is not None
+        return self.lstm(value.unsqueeze(-1))[0][:, :, 0]
+
+
+def test_recurrent_layer_has_flops_on_a_cpu_and_no_time_on_a_gpu() -> None:
+    """Each step of an LSTM multiplies by both matrices. A GPU has one kernel, which a CPU does not show."""
+    workload = workload_with(Recurrent)
+    step = trace_step(workload, parse_layout("single"), 1)
+    forward_flops = 2 * 16 * 8 * (4 * 32 * 1 + 4 * 32 * 32)
+    assert [operator.flops for operator in step.operators if operator.flops] == [forward_flops, 2 * forward_flops]
+    row = answer_workload(workload, "lstm", "lstm.py", parse_cluster("1xh100"), ["single"])["layouts"][0]
+    assert "step_seconds" not in row
+    assert row["note"].endswith("no time, because a GPU has one kernel for RNNs")
+
+
+def test_lookup_reads_a_few_rows() -> None:
+    """The bytes of an embedding bag are those of its rows, not of the whole table."""
+    step = trace_step(workload_with(lambda: Recurrent(is_lookup=True)), parse_layout("single"), 1)
+    lookup = next(operator for operator in step.operators if operator.name == "_embedding_bag")
+    assert lookup.bytes < 10_000 * 8 * 4 / 10
+
+
 def test_token_counts_are_spread_evenly() -> None:
     """Counts come from one_hot, bincount or scatter_add. Other numbers stay unknown."""
     with FakeTensorMode(), StorageTrace():
@@ -170,6 +244,91 @@ def test_extrapolation_from_two_depths_matches_the_whole_model() -> None:
     assert extrapolated.allocated == pytest.approx(max(whole_step.peak_bytes, whole_step.build_bytes), rel=1e-3)
     assert dict(extrapolated.collectives) == whole_step.collectives()
     assert extrapolated.flops == whole_step.flops
+
+
+def with_frozen_blocks(workload: Workload, count: int) -> Workload:
+    """Return the workload with the first blocks of its model frozen."""
+
+    def make_model() -> nn.Module:
+        model = workload.model()
+        for block in list(model.get_submodule("blocks"))[:count]:  # pyright: ignore[reportArgumentType]
+            block.requires_grad_(False)
+        return model
+
+    return dataclasses.replace(workload, model=make_model)
+
+
+def test_blocks_are_not_equal_if_only_some_are_frozen() -> None:
+    """Frozen blocks have no gradients and no optimizer state, so the first blocks do not stand for the others."""
+    layout = parse_layout("ddp")
+    assert traced._depths(decoder(16), layout, 2) == (16, 4, 6)
+    assert traced._depths(with_frozen_blocks(decoder(16), 16), layout, 2) == (16, 4, 6)
+    assert traced._depths(with_frozen_blocks(decoder(16), 12), layout, 2) is None
+
+
+class Indexed(nn.Module):
+    """A model whose forward needs all of its blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(num_blocks))
+        self.num_blocks = num_blocks
+
+    def forward(self, value: Tensor) -> Tensor:
+        for index in range(self.num_blocks):
+            value = self.blocks[index](value)
+        return value
+
+
+def test_model_whose_forward_needs_all_blocks_is_traced_whole() -> None:
+    """Forward counts the blocks itself and fails with a part of them."""
+    workload = dataclasses.replace(workload_with(lambda: Indexed(16)), blocks="blocks")
+    assert traced._depths(workload, parse_layout("single"), 1) is not None
+    memory = trace_layout(workload, parse_layout("single"), 1, first_sample(workload))
+    assert (memory.is_whole, memory.note) == (True, "traced whole")
+
+
+class Stacked(nn.Module):
+    """A model of equal blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_blocks)))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.blocks(value)
+
+
+def test_time_is_extrapolated_before_parts_overlap() -> None:
+    """Communication that a few blocks hide may be exposed in a deep model, and no part may become negative."""
+    workload, layout = dataclasses.replace(workload_with(lambda: Stacked(16)), blocks="blocks"), parse_layout("ddp")
+
+    def hide_the_first_ten(sums: Mapping[str, float]) -> dict[str, float]:
+        return {"exposed": max(sums["blocks"] - 10, 0.0)}
+
+    timing = Timing(
+        lambda step: {"blocks": float(sum(operator.name == "addmm" for operator in step.operators))}, hide_the_first_ten
+    )
+    memory = trace_layout(workload, layout, 2, first_sample(workload), timing=timing)
+    assert "4 and 6 of 16" in memory.note
+    assert dict(memory.parts) == {"exposed": 6.0}
+
+
+def test_another_moment_may_be_the_peak_of_a_deeper_model() -> None:
+    """With few blocks the loss takes most memory, with many blocks the optimizer's step. Gaps grow with the peak."""
+
+    def memory_at(blocks: int) -> LayoutMemory:
+        peaks = (8.0 * blocks, 100 + 8.0 * blocks, 12.0 * blocks, 100 + 8.0 * blocks, 20.0 * blocks)
+        categories = {"parameters": 4.0 * blocks, "activations": 100 + 4.0 * blocks}
+        reserved = 1.25 * max(peaks)
+        return LayoutMemory(
+            0, categories, max(peaks), max(peaks[:3]), reserved, reserved, 0.0, 0.0, 0.0, {}, True, "", peaks=peaks
+        )
+
+    memory = traced._extrapolated(memory_at(4), memory_at(6), (100 - 4) / (6 - 4))
+    assert memory.peaks == memory_at(100).peaks
+    assert (memory.allocated, memory.building, memory.reserved) == (2000, 1200, 2500)
+    assert sum(memory.categories.values()) == memory.allocated
 
 
 class DataDependent(nn.Module):
@@ -217,6 +376,49 @@ def test_model_that_cannot_be_traced_may_not_fit() -> None:
     assert row["verdict"] == "may not fit"
     assert row["categories"]["parameters"] == (8 * 8 + 8) * 4
     assert "not traced" in row["note"]
+
+
+def test_model_that_cannot_be_traced_has_at_least_the_memory_of_its_state() -> None:
+    """A frozen parameter has no gradient and no state, and SGD keeps none. So `does not fit` is sure."""
+
+    def make_model() -> nn.Module:
+        model = DataDependent()
+        model.register_parameter("table", nn.Parameter(torch.zeros(1000, 8), requires_grad=False))
+        return model
+
+    trained_bytes, table_bytes = (8 * 8 + 8) * 4, 1000 * 8 * 4
+    workload = workload_with(make_model)
+    for changed, state in (
+        (workload, 0),
+        (dataclasses.replace(workload, optimizer=lambda m: torch.optim.AdamW(m.parameters())), 2),
+    ):
+        memory = trace_layout(changed, parse_layout("ddp"), 2, first_sample(changed))
+        assert dict(memory.categories) == {
+            "parameters": table_bytes + trained_bytes,
+            "gradients": trained_bytes,
+            "optimizer": state * trained_bytes,
+        }
+        assert not memory.is_whole
+
+
+class Printing(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """A dataset that writes to standard output."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        sys.stdout.write(f"reading {index}\n")
+        sys.stdout.flush()
+        return torch.ones(8), torch.ones(8)
+
+
+def test_dataset_may_write_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it writes is dropped."""
+    workload = dataclasses.replace(workload_with(lambda: nn.Linear(8, 8)), train_data=Printing)
+    plan = answer_workload(workload, "printing", "printing.py", parse_cluster("1xh100"), ["single"])
+    assert plan["layouts"][0]["verdict"] == "fits"
+    assert not capsys.readouterr().out
 
 
 def test_model_that_reads_weights_from_files_is_traced(tmp_path: Path) -> None:
@@ -309,6 +511,23 @@ def test_pretended_world_is_closed() -> None:
     assert not torch.distributed.is_initialized()
     with pytest.raises(UsageError, match="rank"), World.pretend(2, 2):
         pass
+
+
+def test_adafactor_takes_one_parameter_at_a_time() -> None:
+    """It is the only optimizer of torch that does not update all parameters at once on a GPU."""
+    for optimizer_kind, is_at_once in ((torch.optim.Adafactor, False), (torch.optim.AdamW, True)):
+        optimizer = optimizer_kind(nn.Linear(2, 2).parameters())
+        take_all_at_once(optimizer)
+        assert (optimizer.param_groups[0]["foreach"] is True) == is_at_once
+
+
+def test_bubbles_by_schedule() -> None:
+    """Interleaving and zero-bubble wait less."""
+    idle_shares = [
+        traced._idle_share(parse_layout(f"pipeline:microbatches=4{schedule}"), 4)
+        for schedule in ("", ",schedule=gpipe", ",schedule=interleaved,chunks=3", ",schedule=zero-bubble")
+    ]
+    assert idle_shares == [3 / 7, 3 / 7, 1 / 5, pytest.approx(1 / 5)]
 
 
 def test_gpu_trace_uses_fused_kernels() -> None:

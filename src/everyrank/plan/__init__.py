@@ -12,6 +12,7 @@ kernels.py        measures the curves of kernels on this machine, from the cache
 calibrate.py      measures this machine: kernels, links, and the overhead of each strategy
 validate.py       compares predictions with measured rows
 candidates.py     layouts as configurations, all layouts of a cluster, the choice and the smallest change
+changes.py        changes of a layout that take less memory, smallest first
 whole_run.py      hours, cost and energy of a run, with checkpoints and failures
 answer.py         the answer of the command as one JSON object
 trace.py          every storage, operator and collective of a rank, recorded on fake tensors

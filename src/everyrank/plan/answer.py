@@ -162,6 +162,8 @@ def _more_gpus(layout: Layout, request: PlanRequest, batch: int, calibration: Ca
 def _command(verb: str, layout: str, request: PlanRequest, batch: int) -> str:
     """Return the command line for a layout; with several nodes, by Slurm."""
     command = f"everyrank {verb} {request.workload} --layout {shlex.quote(layout)} --batch {batch}"
+    if parse_layout(layout).axis is None:
+        return f"{command} --processes 1"
     nodes = request.cluster.gpus // request.cluster.per_node
     if nodes > 1:
         return f"{command} --launcher slurm --nodes {nodes} --processes {request.cluster.gpus}"

@@ -19,7 +19,9 @@ __all__ = ["fused_norms", "take_all_at_once"]
 
 
 def take_all_at_once(optimizer: torch.optim.Optimizer) -> None:
-    """Set `foreach` for an optimizer with default settings, as torch does on a GPU."""
+    """Set `foreach` for an optimizer with default settings, as torch does on a GPU (not for Adafactor)."""
+    if isinstance(optimizer, torch.optim.Adafactor):
+        return
     for group in optimizer.param_groups:
         if group.get("foreach", 0) is None and not group.get("fused"):
             group["foreach"] = True

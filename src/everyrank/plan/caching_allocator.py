@@ -13,6 +13,7 @@ Source: c10/cuda/CUDACachingAllocator.cpp (torch 2.6 to 2.11).
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -162,31 +163,34 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Bytes of a replay: the allocated peak before and from event `start` on, and the reserved bytes at the end.
+    """Bytes of a replay: the allocated peak of each section of the events, and the reserved bytes at the end.
 
     Allocated bytes are those of blocks, as torch counts them: a few per mille more than the tensors have.
     """
 
-    building: int
-    allocated: int
+    peaks: tuple[int, ...]
     reserved: int
 
 
-def replay(events: Sequence[tuple[int, int, int]], start: int = 0, expandable_segments: bool = False) -> Replayed:
+def replay(
+    events: Sequence[tuple[int, int, int]], ends: Sequence[int] = (), expandable_segments: bool = False
+) -> Replayed:
     """Replay (change in bytes, key, stream) of each storage, in order, and return the bytes of the allocator.
 
-    A storage that changes its size is freed and allocated again, as `UntypedStorage.resize_` does.
+    `ends` are the indices of the events at which a section ends and the next begins; the last section ends with the
+    events. A storage that changes its size is freed and allocated again, as `UntypedStorage.resize_` does.
     """
     allocator = CachingAllocator(expandable_segments)
     sizes: dict[int, int] = {}
-    building = 0
-    for index, (change, key, stream) in enumerate(events):
-        if index == start:
-            building, allocator.peak_allocated = allocator.peak_allocated, allocator.allocated
-        old_size = sizes.pop(key, 0)
-        if old_size:
-            allocator.free(key)
-        if old_size + change > 0:
-            sizes[key] = old_size + change
-            allocator.allocate(key, old_size + change, stream)
-    return Replayed(building, allocator.peak_allocated, allocator.reserved)
+    peaks: list[int] = []
+    for begin, end in itertools.pairwise((0, *ends, len(events))):
+        allocator.peak_allocated = allocator.allocated
+        for change, key, stream in events[begin:end]:
+            old_size = sizes.pop(key, 0)
+            if old_size:
+                allocator.free(key)
+            if old_size + change > 0:
+                sizes[key] = old_size + change
+                allocator.allocate(key, old_size + change, stream)
+        peaks.append(allocator.peak_allocated)
+    return Replayed(tuple(peaks), allocator.reserved)

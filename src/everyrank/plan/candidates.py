@@ -10,8 +10,17 @@ import numpy as np
 
 from everyrank.errors import UsageError
 from everyrank.layout import Layout
-from everyrank.layout.options import BuildOptions, PipelineOptions, TensorOptions
+from everyrank.layout.options import (
+    BuildOptions,
+    CompressOptions,
+    DeviceOptions,
+    FSDPOptions,
+    LocalSGDOptions,
+    PipelineOptions,
+    TensorOptions,
+)
 from everyrank.plan.calibration import Calibration
+from everyrank.plan.changes import smaller_layouts
 from everyrank.plan.configuration import STACKS, Configurations, Stack, make_configurations
 from everyrank.plan.decoder import DecoderSizes
 from everyrank.plan.hardware import Cluster
@@ -34,6 +43,7 @@ __all__ = [
 TIE = 0.05  # the order of two layouts within this fraction of each other is not reliable
 _SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
 _MAX_ROWS = 40_000_000
+_SMALLER = (2, 4, 8, 16, 32, 64, 128, 256)  # factors of smaller micro-batches
 
 
 @dataclass(frozen=True)
@@ -65,9 +75,12 @@ class Estimate:
 
 
 def default_batch(sizes: DecoderSizes, gpus: int) -> int:
-    """Return the default samples of an update: 2 for each GPU, up to 16 million tokens as for Llama 3."""
+    """Return the default samples of an update: 2 for each GPU, up to 16 million tokens as for Llama 3.
+
+    It is a multiple of the GPUs if so many tokens allow one sample for each.
+    """
     max_batch = max(1, 2**24 // sizes.seq)
-    return max(1, min(2 * gpus, max_batch))
+    return min(2 * gpus, max_batch // gpus * gpus or max_batch)
 
 
 def _stack(precision: str, zero: int) -> Stack:
@@ -88,6 +101,14 @@ def configure_layout(layout: Layout, sizes: DecoderSizes, cluster: Cluster, batc
             f"--layout {text}: {layout.strategy} is not supported for a decoder. Give a workload instead, which plan "
             f"traces: everyrank plan my_workload.py --layout {text}"
         )
+    compress, devices = layout.read(CompressOptions).compress, layout.read(DeviceOptions).devices
+    for key, is_set in (
+        (f"simulated={layout.simulated}", layout.simulated > 0),
+        (f"compress={compress}", compress != "none"),
+        (f"devices={devices}", devices > 1),
+    ):
+        if is_set:
+            raise UsageError(f"--layout {text}: {key} is not supported for a decoder; leave it out, or give a workload")
     if layout.precision == "float64":
         raise UsageError(f"--layout {text}: float64 is for tests; give float32 or bf16")
     degrees = layout.mesh(cluster.gpus) if layout.axis else {}
@@ -131,6 +152,8 @@ def configure_layout(layout: Layout, sizes: DecoderSizes, cluster: Cluster, batc
         "schedule": _SCHEDULES.index(options.schedule) if options.schedule in _SCHEDULES else 0,
         "chunks": options.chunks if options.schedule == "interleaved" else 1,
         "per_node": cluster.per_node,
+        "keeps_gathered": int(layout.strategy == "fsdp" and not layout.read(FSDPOptions).reshard_after_forward),
+        "averaging": layout.read(LocalSGDOptions).every if layout.strategy == "local_sgd" else 0,
         "whole_first": 0 if layout.read(BuildOptions).meta and BuildOptions in layout.row.options else 4,
     }
     stack = replace(_stack(layout.precision, zero), ends_everywhere=pipeline > 1)
@@ -216,49 +239,23 @@ def smallest_change(
 ) -> tuple[str, str, int] | None:
     """Return the smallest change that makes a layout fit, as (change, layout, samples of an update), or None.
 
-    The changes are tried in this order: meta=true, bf16, recompute, smaller micro-batches, bf16 and recompute, these
-    two with smaller micro-batches, and the fastest layout that fits.
+    The last change to be tried is the fastest layout that fits.
     """
-    steps: list[tuple[str, dict[str, Any]]] = []
-    if layout.strategy in ("fsdp", "pipeline", "tensor") and not layout.read(BuildOptions).meta:
-        with_meta = {**layout.options, "meta": True}
-        steps.append(("meta=true, so that no rank holds the whole model", {"options": with_meta}))
-        layout = replace(layout, options=with_meta)  # the changes after this one have it, too
-    if layout.precision == "float32":
-        steps.append(("bf16", {"precision": "bf16"}))
-    if not layout.recompute:
-        steps.append(("recompute", {"recompute": True}))
-    micro_batch_counts = [layout.accumulate * factor for factor in (2, 4, 8, 16, 32, 64, 128, 256)]
-    steps += [
-        (f"micro-batches 1/{count // layout.accumulate} as large", {"accumulate": count})
-        for count in micro_batch_counts
-    ]
-    is_float32 = layout.precision == "float32"
-    both: dict[str, Any] = {"precision": "bf16" if is_float32 else layout.precision, "recompute": True}
-    name_of_both = "bf16 and recompute" if is_float32 else "recompute"
-    steps.append((name_of_both, both))
-    steps += [
-        (f"{name_of_both}, and micro-batches 1/{count // layout.accumulate} as large", both | {"accumulate": count})
-        for count in micro_batch_counts
-    ]
-    for name, change in steps:
-        fitting = _layout_if_it_fits(replace(layout, **change), sizes, cluster, batch, calibration)
-        if fitting:
-            return name, fitting, batch
+    for name, changed in smaller_layouts(layout, True, _SMALLER, (1, *_SMALLER), meta=True):
+        if _fits(changed, sizes, cluster, batch, calibration):
+            return name, str(changed), batch
     best = find_best(sizes, cluster, batch, calibration)[0]
     if best:
         return "a different layout", best[0].layout, batch
     return None
 
 
-def _layout_if_it_fits(
-    layout: Layout, sizes: DecoderSizes, cluster: Cluster, batch: int, calibration: Calibration
-) -> str | None:
+def _fits(layout: Layout, sizes: DecoderSizes, cluster: Cluster, batch: int, calibration: Calibration) -> bool:
     try:
         c = configure_layout(layout, sizes, cluster, batch)
     except UsageError:
-        return None
-    return str(layout) if estimate(c, cluster, calibration).verdict == "fits" else None
+        return False
+    return estimate(c, cluster, calibration).verdict == "fits"
 
 
 def _divisors(number: int, max_value: int) -> list[int]:
@@ -310,7 +307,7 @@ def enumerate_layouts(sizes: DecoderSizes, cluster: Cluster, batch: int) -> Conf
     }  # fmt: skip
     configurations = make_configurations(sizes, STACKS["everyrank-fsdp"], columns)
     autocast = STACKS["everyrank-autocast"]
-    for name in ("residual", "weight_copies", "fsdp_root", "holds_gradients"):
+    for name in ("residual", "weight_copies", "fsdp_root", "gathered_inputs", "holds_gradients"):
         setattr(
             configurations, name, np.where(zero == 3, getattr(configurations, name), float(getattr(autocast, name)))
         )

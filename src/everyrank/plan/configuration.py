@@ -40,6 +40,7 @@ class Stack:
     tf32           float32 products run as TF32 (torch's default is that they do not)
     extra          additional bytes that a block keeps for each token and element of the width: eager norms keep float32
                    copies of their input. From traces of our decoder on CPU; fused norms keep less
+    gathered_inputs  inputs of products that a block keeps whole, although activations are split along the sequence
     holds_gradients  gradients of the last update are in buffers while the loss is computed (else they are freed)
     uncertainty    fraction by which the memory may be wrong: from validated rows; 0.15 without any
     """
@@ -64,6 +65,7 @@ class Stack:
     scores: float = 0
     selective_is_per_op: bool = False
     extra: float = 0
+    gathered_inputs: float = 0
     holds_gradients: bool = True
     uncertainty: float = 0.15
     attention: float = 1
@@ -81,10 +83,11 @@ STACKS = {
     stack.name: stack
     for stack in (
         # ours: parameters in float32; FSDP casts to bf16, the others compute under autocast
-        Stack("everyrank-fsdp", fsdp_root=True, extra=18, holds_gradients=False),
-        Stack("everyrank-autocast", residual=4, weight_copies=2, ends_everywhere=True, extra=18),
-        Stack("everyrank-float32", size=4, residual=4, logits=16, fsdp_root=True, extra=18, holds_gradients=False,
-              tf32=False),
+        Stack("everyrank-fsdp", fsdp_root=True, extra=18, gathered_inputs=2, holds_gradients=False),
+        # autocast makes a copy for each product
+        Stack("everyrank-autocast", residual=4, weight_copies=2, ends_everywhere=True, extra=18, gathered_inputs=5),
+        Stack("everyrank-float32", size=4, residual=4, logits=16, fsdp_root=True, extra=18, gathered_inputs=2,
+              holds_gradients=False, tf32=False),
         Stack("torchtitan", selective_is_per_op=True, fused_optimizer=True, uncertainty=0.08),
         Stack("llm-foundry", logits=8, mlp_saved=(3, 2), fsdp_root=True, attention=0.62, logit_traffic=24),
         _MEGATRON,
@@ -114,6 +117,8 @@ class Configurations:
     per_node        GPUs of a node
     fp8             1: products of 8-bit floats
     whole_first     bytes for each parameter of the whole model, which a rank holds before it is split (0: meta=true)
+    keeps_gathered  1: gathered parameters stay until backward (reshard_after_forward=false)
+    averaging       local SGD: updates between two averages of parameters and optimizer state; 0: none
     """
 
     layers: Any
@@ -158,6 +163,7 @@ class Configurations:
     scores: Any = 0
     selective_is_per_op: Any = 0
     extra: Any = 0
+    gathered_inputs: Any = 0
     holds_gradients: Any = 1
     uncertainty: Any = 0.15
     attention: Any = 1
@@ -166,6 +172,8 @@ class Configurations:
     tf32: Any = 1
     fp8: Any = 0
     whole_first: Any = 0
+    keeps_gathered: Any = 0
+    averaging: Any = 0
 
     @property
     def ranks(self) -> Any:

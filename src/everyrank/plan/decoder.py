@@ -145,13 +145,31 @@ def _value(key: str, text: str, is_bool: bool) -> int | bool:
 
 
 _MAX_CONFIG_BYTES = 10_000_000  # bytes
+# by `model_type` of transformers, where config.json does not have the value
+_NOT_GATED = {
+    "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen", "gpt_neox", "opt", "bloom", "falcon", "RefinedWeb",
+    "RefinedWebModel", "phi", "mpt", "starcoder2", "nemotron", "persimmon", "xglm", "biogpt",
+}  # fmt: skip
+_TIED = {
+    "gpt2", "gpt_bigcode", "gpt_neo", "opt", "bloom", "falcon", "RefinedWeb", "RefinedWebModel", "mpt", "starcoder2",
+    "xglm", "biogpt", "cohere", "cohere2", "gemma", "gemma2", "gemma3", "gemma3_text",
+}  # fmt: skip
+_ENCODERS = {
+    "bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "albert", "deberta", "deberta-v2",
+    "mpnet", "modernbert", "esm",
+}  # fmt: skip
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_OTHER_LAYERS = ("mamba", "ssm_", "linear_num_", "hybrid_override_pattern", "attn_layer_period")
 
 
-def decoder_from_config(path: Path, seq: int | None = None) -> DecoderSizes:
-    """Return the sizes in a Hugging Face `config.json` of a dense decoder. Raises `UsageError` for anything else.
+def _group(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return an object in the config; {} if it is missing."""
+    value: object = config.get(name)
+    return value if isinstance(value, dict) else {}
 
-    `seq` is the length of a sample; the default is the smaller of `max_position_embeddings` and 8192.
-    """
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return the fields of the decoder, which multimodal models have in `text_config`."""
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise UsageError(f"{path}: larger than 10 MB; give the config.json of a model")
@@ -160,7 +178,37 @@ def decoder_from_config(path: Path, seq: int | None = None) -> DecoderSizes:
         raise UsageError(f"{path}: not JSON ({type(error).__name__}); give the config.json of a model") from error
     if not isinstance(read, dict):
         raise UsageError(f"{path}: not a JSON object; give the config.json of a model")
-    config: dict[str, Any] = read.get("text_config", read) if isinstance(read.get("text_config", read), dict) else read
+    text = _group(read, "text_config")
+    is_tied = {"tie_word_embeddings": read["tie_word_embeddings"]} if "tie_word_embeddings" in read else {}
+    return is_tied | text if text else read
+
+
+def _refuse_others(path: Path, config: dict[str, Any]) -> None:
+    """Raise `UsageError` for a model that is not a dense decoder."""
+    kind = str(config.get("model_type"))
+    experts = [name for name in _EXPERTS if config.get(name) or _group(config, "ffn_config").get(name)]
+    if experts:
+        raise UsageError(
+            f"{path}: {experts[0]} is set: mixtures of experts are not supported here; give a workload with the "
+            "model, which plan traces"
+        )
+    if config.get("is_encoder_decoder"):
+        raise UsageError(f"{path}: an encoder with a decoder is not supported here; give a workload instead")
+    if kind in _ENCODERS:
+        raise UsageError(f"{path}: {kind} is an encoder, which is not supported here; give a workload instead")
+    others = [name for name in config if name.startswith(_OTHER_LAYERS) and config[name]]
+    if others:
+        raise UsageError(
+            f"{path}: {others[0]} is set: layers without attention are not supported here; give a workload instead"
+        )
+
+
+def decoder_from_config(path: Path, seq: int | None = None) -> DecoderSizes:
+    """Return the sizes in a Hugging Face `config.json` of a dense decoder. Raises `UsageError` for anything else.
+
+    `seq` is the length of a sample; the default is the smaller of `max_position_embeddings` and 8192.
+    """
+    config = _read_config(path)
 
     def number(*names: str, default: int | None = None) -> int:
         for name in names:
@@ -173,29 +221,36 @@ def decoder_from_config(path: Path, seq: int | None = None) -> DecoderSizes:
             )
         return default
 
-    experts = [name for name in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(name)]
-    if experts:
-        raise UsageError(
-            f"{path}: {experts[0]} is set: mixtures of experts are not supported here; give a workload with the "
-            "model, which plan traces"
-        )
-    if config.get("is_encoder_decoder"):
-        raise UsageError(f"{path}: an encoder with a decoder is not supported here; give a workload instead")
-    layers, hidden = number("num_hidden_layers", "n_layer", "n_layers"), number("hidden_size", "n_embd", "d_model")
-    heads = number("num_attention_heads", "n_head", "n_heads")
-    is_gpt2 = "n_embd" in config
-    gated = not is_gpt2 and config.get("model_type") not in ("gpt_neox", "opt", "bloom", "falcon", "phi", "mpt")
-    positions = number("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", default=8192)
+    kind = str(config.get("model_type"))
+    _refuse_others(path, config)
+    layers = number("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    hidden = number("hidden_size", "n_embd", "d_model")
+    heads = number("num_attention_heads", "n_head", "n_heads", "num_heads")
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        kv = 1
+    else:
+        grouped = _group(config, "attn_config").get("kv_n_heads")
+        kv = number("num_key_value_heads", "num_kv_heads", "n_head_kv", default=grouped or heads)
+    has_gpt2_names = "n_embd" in config
+    gated = not has_gpt2_names and kind not in _NOT_GATED
+    ratio: object = config.get("expansion_ratio")
+    positions = number("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", default=8192)
     return DecoderSizes(
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv=number("num_key_value_heads", default=heads),
-        ffn=number("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
+        kv=kv,
+        ffn=number(
+            "intermediate_size",
+            "n_inner",
+            "ffn_dim",
+            "ffn_hidden_size",
+            default=(ratio if isinstance(ratio, int) else 4) * hidden,
+        ),
         vocab=number("vocab_size"),
         seq=seq or min(positions, 8192),
         gated=gated,
         head_dim=number("head_dim", default=0),
-        tied=bool(config.get("tie_word_embeddings", is_gpt2)),
-        learned_positions=is_gpt2,
+        tied=bool(config.get("tie_word_embeddings", has_gpt2_names or kind in _TIED)),
+        learned_positions=has_gpt2_names and not config.get("rotary_dim"),
     )

@@ -184,8 +184,11 @@ GPUS: dict[str, Gpu] = {
         _gpu("v100_32gb", 31.74, (125, 15.7, 0, 15.7), 0.9, 80, 300, _NVLINK2_LINKS, f"{_NV} V100; {_CAPACITY}"),
         _gpu("t4", 14.75, (65, 8.1, 0, 8.1), 0.32, 40, 70, (PCIE3, _100G), f"{_NV} T4; {_CAPACITY}"),
         _gpu("a10", 22.06, (125, 62.5, 0, 31.2), 0.6, 72, 150, (PCIE4, _100G), f"{_NV} A10; {_CAPACITY}"),
+        # same memory as A10, but about half of its tensor operations
+        _gpu("a10g", 22.06, (70, 35, 0, 35), 0.6, 80, 300, (PCIE4, _100G), f"{_NV} A10G; {_CAPACITY}"),
         _gpu("a100_40gb", 39.39, (312, 156, 0, 19.5), 1.555, 108, 400, _NVLINK3_LINKS, f"{_NV} A100; {_CAPACITY}"),
         _gpu("a100_80gb", 79.15, (312, 156, 0, 19.5), 2.039, 108, 400, _NVLINK3_LINKS, f"{_NV} A100; {_CAPACITY}"),
+        _gpu("a100_40gb_pcie", 39.39, (312, 156, 0, 19.5), 1.555, 108, 250, (PCIE4, _200G), f"{_NV} A100; {_CAPACITY}"),
         _gpu("a100_80gb_pcie", 79.15, (312, 156, 0, 19.5), 1.935, 108, 300, (PCIE4, _200G), f"{_NV} A100; {_CAPACITY}"),
         _gpu("l4", 22.03, (121, 60, 242, 30.3), 0.3, 58, 72, (PCIE4, _100G), f"{_NV} L4; {_CAPACITY}"),
         _gpu(
@@ -307,7 +310,8 @@ _ALIASES = {
     "a100": "a100_80gb",
     "a100_sxm": "a100_80gb",
     "a100_pcie": "a100_80gb_pcie",
-    "a10g": "a10",
+    "a100_pcie_40gb": "a100_40gb_pcie",
+    "rtx_a6000": "a6000",
     "h100": "h100_80gb",
     "h800": "h800_80gb",
     "h100_sxm": "h100_80gb",
@@ -345,8 +349,12 @@ _UNITS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return a kind of GPU by name: `h100`, `A100-80GB-PCIe`. Raises `UsageError` with the nearest names."""
-    key = re.sub(r"[-\s]+", "_", name.strip().lower()).removeprefix("nvidia_")
+    """Return a kind of GPU by name: `h100`, `A100-80GB-PCIe`, or as CUDA names it: `Tesla V100-SXM2-16GB`.
+
+    Raises `UsageError` with the nearest names.
+    """
+    key = re.sub(r"[-\s]+", "_", name.strip().lower())
+    key = re.sub(r"^(nvidia_|amd_)?(tesla_|geforce_|quadro_|instinct_)?", "", key).removesuffix("_generation")
     plain = re.sub(r"_(sxm\d?|hbm\d\w?|nvl\d*)(?=_|$)", "", key)
     names = [key, plain, re.sub(r"_\d+gb$", "", key)]
     for candidate in [*names, re.sub(r"_(sxm\d?)?(_?\d+gb)?$", "", key)]:

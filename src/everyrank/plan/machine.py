@@ -241,9 +241,13 @@ def seconds_at(points: Sequence[Point], size: float) -> float:
     return points[-1][1] * size / points[-1][0]
 
 
-def pipeline_bubble(stages: int, micro_batches: int) -> float:
-    """Return the idle fraction of a step under the default schedule of pipelines."""
-    return (stages - 1) / (micro_batches + stages - 1)
+def pipeline_bubble(stages: int, micro_batches: int, share: float = 1.0) -> float:
+    """Return the idle fraction of a step of a pipeline.
+
+    `share` is the idle time over that of 1f1b: 1/chunks of an interleaved schedule, 1/3 of zero-bubble.
+    """
+    idle = share * (stages - 1)
+    return idle / (micro_batches + idle)
 
 
 def traced_seconds(

@@ -3,14 +3,16 @@
 Activations of a block for each token, in bytes (b is `size`) (Korthikanti et al. 2022, section 4, with flash attention
 and a gated MLP; s is the tensor axis where activations are split along the sequence, else 1):
 
-    norms and residuals   (2 (residual + b) + extra) hidden / s
+    norms and residuals   (2 (residual + b) + extra) hidden / s + b gathered_inputs hidden (1 - 1 / s)
     attention             b (heads + 2 kv) head_dim / tensor + b heads head_dim / tensor + 4 heads / tensor
     scores, if not flash  scores heads seq / tensor
     MLP                   b mlp_saved ffn / tensor
 
 A stage keeps them for each of its blocks and each micro-batch in flight: pipeline - stage under 1F1B, all under GPipe.
-The peak is the largest of four moments: the loss, the backward of a block, the reduction of the last gradients, and the
-optimizer's step. Transformer Engine keeps a dummy gradient of bf16 for each shape of a weight.
+Under GPipe the last stage also keeps logits and softmax of all micro-batches. The peak is the largest of four moments:
+the loss, the backward of a block, the reduction of the last gradients, and the optimizer's step. Transformer Engine
+keeps a dummy gradient of bf16 for each shape of a weight. Local SGD averages parameters and optimizer state in a flat
+copy, and concatenates it once more.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ CATEGORIES = (
 _EXPECTED_FRAGMENTS, _MAX_FRAGMENTS = 1.10, 1.15
 """Reserved over allocated. torchtitan's Llama 3 8B reserves 1.08 to 1.14 times what our trace
 allocates (82.4 and 67.0 GiB over 72.3 and 61.8)."""
+_KEPT_LOGITS = 8
+"""Bytes for each logit of a micro-batch that waits for its backward: logits and softmax."""
 _CONTEXT = 0.6 * GIB
 """Memory of CUDA and its loaded kernels, outside torch's allocator."""
 _COMMUNICATION = 0.35 * GIB
@@ -74,6 +78,7 @@ def saved_for_block(c: Configurations) -> Any:
     """Return the bytes that a block keeps for backward, for each token, without recomputation."""
     split = np.where(c.sequence, c.tensor, 1)
     norms = (2 * (c.residual + c.size) + c.extra) * c.hidden / split
+    norms = norms + c.size * c.gathered_inputs * c.hidden * (1 - 1 / split)
     attention = c.size * (2 * c.heads + 2 * c.kv) * c.head_dim / c.tensor
     attention = attention + np.where(c.flash, 4 * c.heads, c.scores * c.heads * c.seq) / c.tensor
     return norms + attention + c.size * c.mlp_saved * c.ffn / c.tensor
@@ -152,6 +157,8 @@ def _on_stage(c: Configurations, first: bool) -> dict[str, Any]:
         is_single_stage, 1, in_flight * np.where(c.chunks > 1, 1 + (c.pipeline - 1) / (c.pipeline * c.chunks), 1)
     )
     activations = kept * blocks * in_flight + c.residual * c.hidden * c.tokens
+    waiting = np.where((c.schedule == 1) & ~is_single_stage & (not first), c.accumulate - 1, 0)
+    activations = activations + _KEPT_LOGITS * waiting * c.tokens * c.vocab / c.tensor
 
     # moments: at the loss; in the backward of a block; when the last gradients are reduced; in the optimizer's step
     has_head = is_single_stage | np.asarray(not first)
@@ -163,6 +170,7 @@ def _on_stage(c: Configurations, first: bool) -> dict[str, Any]:
     backward = backward + np.where(fsdp, (c.size + 4) * block, 0)
     last_unit = np.where(fsdp, (c.size + 4) * np.where(c.fsdp_root, ends, block), 0)
     step = np.where(c.fused_optimizer, 0, 4 * count / of_optimizer)
+    step = np.where(c.averaging, 2 * (c.parameters + c.optimizer) * count, step)
     gradients = c.gradients * count / of_gradients
     # with one micro-batch the gradients of the last update are freed before the loss, unless they are in buffers
     freed = np.where((c.holds_gradients == 0) & (c.accumulate == 1), gradients, 0)
@@ -171,7 +179,8 @@ def _on_stage(c: Configurations, first: bool) -> dict[str, Any]:
     at_loss, in_backward = moments[0] >= peak, moments[1] >= peak
     is_busy = at_loss | in_backward
 
-    gathered = np.where(fsdp, c.size * (2 * block + np.where(c.fsdp_root, ends, table)), 0)
+    units_gathered = np.where(c.keeps_gathered, count, 2 * block + np.where(c.fsdp_root, ends, table))
+    gathered = np.where(fsdp, c.size * units_gathered, 0)
     gathered = gathered + np.where(fsdp, 0, c.weight_copies * count)
     shapes = c.hidden * c.head_dim * (2 * c.heads + 2 * c.kv) + (2 + c.gated) * c.hidden * c.ffn
     caches = np.where(c.caches, 2 * (shapes / c.tensor + np.where(has_head, table, 0)), 0)

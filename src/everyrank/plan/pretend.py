@@ -58,8 +58,11 @@ class TracedStep:
     state_bytes  live bytes between two updates
     operators    the operators of the update, in order
     groups       the ranks of each process group that the operators use
-    events       (change in bytes, key, stream) of each storage since the model was built, for a replay of the allocator
-    start        index of the first event of the update
+    events       (change in bytes, key, stream) of each storage from the model's construction on, for a replay of the
+                 allocator
+    ends         number of events at the end of: the construction, forward and backward of the first update, the first
+                 update, forward and backward of the second
+    is_recurrent  the model has RNN, LSTM or GRU layers, which are one kernel on a GPU
     """
 
     rank: int
@@ -71,7 +74,8 @@ class TracedStep:
     operators: tuple[Operator, ...]
     groups: Mapping[str, tuple[int, ...]]
     events: tuple[tuple[int, int, int], ...]
-    start: int
+    ends: tuple[int, ...]
+    is_recurrent: bool = False
 
     @property
     def flops(self) -> int:
@@ -84,12 +88,33 @@ class TracedStep:
         return {name: names.count(name) for name in dict.fromkeys(names)}
 
 
+@dataclass(frozen=True)
+class _Bucket:
+    """Has the methods of torch's GradBucket that a communication hook calls."""
+
+    flat: Tensor
+    trained: Sequence[nn.Parameter]
+
+    def buffer(self) -> Tensor:
+        """Return all gradients as one tensor."""
+        return self.flat
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Return the parameters."""
+        return self.trained
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients as views of the buffer."""
+        parts = self.flat.split([parameter.numel() for parameter in self.trained])
+        return [part.view_as(parameter) for part, parameter in zip(parts, self.trained, strict=True)]
+
+
 class FakeDDP(nn.Module):
     """Has the memory and communication of DistributedDataParallel, but not its reducer.
 
-    Each bucket of gradients has one all-reduce. Gradients are views of the buckets, as with
-    gradient_as_bucket_view=True. The buckets follow the reverse order of the parameters: the first has 1 MiB, each
-    other `bucket_cap_mb` (25).
+    Each bucket of gradients has one all-reduce, or the collectives of a communication hook. Gradients are views of the
+    buckets, as with gradient_as_bucket_view=True. The buckets follow the reverse order of the parameters: the first has
+    1 MiB, each other `bucket_cap_mb` (25).
     """
 
     def __init__(
@@ -97,6 +122,7 @@ class FakeDDP(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.is_syncing = module, True
+        self.hook: Callable[[Any, _Bucket], Any] | None = None
         self.group: Any = process_group
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         trained = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
@@ -137,15 +163,20 @@ class FakeDDP(nn.Module):
             self.is_syncing = True
 
     def forward(self, value: Any) -> Any:
-        """Return the module's output, and call the all-reduces of the buckets, which DDP calls in backward."""
+        """Return the module's output, and call the collectives of the buckets, which DDP calls in backward."""
         output = self.module(value)
         if self.is_syncing and torch.is_grad_enabled():
-            for flat, _ in self.buckets:
-                dist.all_reduce(flat, group=self.group)
+            for flat, parameters in self.buckets:
+                if self.hook is None:
+                    dist.all_reduce(flat, group=self.group)
+                else:
+                    with torch.no_grad():
+                        self.hook(None, _Bucket(flat, parameters))
         return output
 
-    def register_comm_hook(self, *_: Any) -> None:
-        """Do nothing, because compression does not change the memory."""
+    def register_comm_hook(self, _: Any, hook: Callable[[Any, _Bucket], Any]) -> None:
+        """Call the hook with each bucket."""
+        self.hook = hook
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: Any, names: Any) -> None:
@@ -293,13 +324,16 @@ def trace_step(
                         prepared.parallel.tensor_parallel.view_check = None
             trace.claim(prepared.trainable.parameters, "parameters")
             trace.claim(prepared.model.buffers(), "buffers")
-            _run_update(trace, prepared, sample)
+            ends = [len(trace.events)]
+            if prepared.averaging is not None:  # the replicas are averaged after the first update
+                prepared.averaging.num_updates = prepared.averaging.every - 1
+            ends.append(_run_update(trace, prepared, sample))
             build_bytes = trace.peak
             gc.collect()  # frees tensors in reference cycles, which are not part of the state
             state_bytes = trace.live
             trace.reset()
-            start = len(trace.events)
-            _run_update(trace, prepared, sample)
+            ends.append(len(trace.events))
+            ends.append(_run_update(trace, prepared, sample))
             return TracedStep(
                 rank,
                 size,
@@ -310,7 +344,8 @@ def trace_step(
                 tuple(trace.operators),
                 _groups(trace.operators),
                 tuple(trace.events),
-                start,
+                tuple(ends),
+                any(isinstance(module, nn.RNNBase) for module in prepared.model.modules()),
             )
 
 
@@ -354,19 +389,26 @@ def micro_batches_of(prepared: Prepared, sample: Any, make_tensor: Callable[...,
     return batches
 
 
-def _run_update(trace: StorageTrace, prepared: Prepared, sample: Any) -> None:
-    """Run an update under the trace. Its tensors are counted in the category of the current phase."""
+def _run_update(trace: StorageTrace, prepared: Prepared, sample: Any) -> int:
+    """Run an update under the trace, and return the number of events before the optimizer's step.
+
+    Its tensors are counted in the category of the current phase.
+    """
+    num_events: list[int] = []
 
     def enter(phase: str) -> None:
         trace.phase = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}.get(phase, "other")
+        if phase == "optimizer":
+            num_events.append(len(trace.events))
 
-    if not prepared.trainable.phase_observers:
-        prepared.trainable.phase_observers.append(enter)
+    prepared.trainable.phase_observers.append(enter)
     trace.phase = "input"
     with trace:
         prepared.step(micro_batches_of(prepared, sample))
+    prepared.trainable.phase_observers.remove(enter)
     parameters = prepared.trainable.parameters
     trace.claim([p.grad for p in parameters if p.grad is not None], "gradients")
     states = prepared.trainable.optimizer.state.values()
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     trace.claim(tensors, "optimizer")
+    return num_events[-1] if num_events else len(trace.events)

@@ -20,13 +20,16 @@ from everyrank.plan.hardware import Cluster, Gpu
 from everyrank.plan.machine import OperatorLike, collective_kind
 from everyrank.plan.step_time import PRIOR, collective_seconds
 
-__all__ = ["StepLike", "roofline_seconds"]
+__all__ = ["StepLike", "roofline_parts", "roofline_seconds", "roofline_sums"]
 
 _OF_STEP, _OF_OPERATOR = 1.1e-3, 21e-6  # seconds on the host
 _RAMP = 4e-6  # seconds in which a product fills and drains the chip
 _FORWARD = ("input", "activations")
 _GATHERS = ("_allgather_base_", "_reduce_scatter_base_")  # as FSDP2 calls them
 _OVERLAP_OF_BACKWARD = 0.8  # fraction of backward that overlaps with the reduction of gradients
+_PHASES = ("forward", "backward")
+_SUMS = (*(f"{phase} {name}" for phase in _PHASES for name in ("kernels", "dispatch", "gathers")), "reductions",
+         "other links")  # fmt: skip
 _RULES = {"all_reduce": "all_reduce", "reduce_scatter": "reduce_scatter"}  # others are treated as a gather
 
 
@@ -55,27 +58,40 @@ def roofline_seconds(step: StepLike, strategy: str, cluster: Cluster, bubble: fl
     `host` is the time in which the GPU waits for Python. `bubble` is the idle share of a pipeline's step. The data
     loader is not included.
     """
-    kernels, dispatch, overlapped = ({True: 0.0, False: 0.0} for _ in range(3))
-    not_overlapped = reduced = 0.0
+    return roofline_parts(roofline_sums(step, strategy, cluster), bubble)
+
+
+def roofline_sums(step: StepLike, strategy: str, cluster: Cluster) -> dict[str, float]:
+    """Return seconds that grow in proportion to the blocks of a model: the sums before any of them overlap."""
+    sums = dict.fromkeys(_SUMS, 0.0)
     for operator in step.operators:
-        is_forward = operator.phase in _FORWARD
+        phase = "forward" if operator.phase in _FORWARD else "backward"
         if not operator.group:
-            kernels[is_forward] += _kernel(operator, cluster.gpu)
-            dispatch[is_forward] += _OF_OPERATOR
+            sums[f"{phase} kernels"] += _kernel(operator, cluster.gpu)
+            sums[f"{phase} dispatch"] += _OF_OPERATOR
         elif (kind := collective_kind(operator.name)) is not None:
             seconds = _collective(kind, operator, step, cluster)
             if operator.name in _GATHERS and strategy != "tensor":
-                overlapped[is_forward] += seconds
+                sums[f"{phase} gathers"] += seconds
             elif kind == "all_reduce" and operator.name == "allreduce_" and strategy in ("ddp", "zero1", "fsdp"):
-                reduced += seconds
+                sums["reductions"] += seconds
             else:
-                not_overlapped += seconds
-    host = {phase: max(dispatch[phase] - kernels[phase], 0.0) for phase in (True, False)}
-    busy = {phase: kernels[phase] + host[phase] for phase in (True, False)}
-    exposed = sum(max(overlapped[phase] - busy[phase], 0.0) for phase in (True, False))
-    exposed += max(reduced - _OVERLAP_OF_BACKWARD * max(busy[False] - overlapped[False], 0.0), 0.0)
+                sums["other links"] += seconds
+    return sums
+
+
+def roofline_parts(sums: Mapping[str, float], bubble: float = 0.0) -> dict[str, float]:
+    """Return the seconds of an update by part, from those of `roofline_sums`."""
+    kernels, dispatch, gathers = (
+        {phase: sums[f"{phase} {name}"] for phase in _PHASES} for name in ("kernels", "dispatch", "gathers")
+    )
+    host = {phase: max(dispatch[phase] - kernels[phase], 0.0) for phase in _PHASES}
+    busy = {phase: kernels[phase] + host[phase] for phase in _PHASES}
+    exposed = sum(max(gathers[phase] - busy[phase], 0.0) for phase in _PHASES)
+    left = _OVERLAP_OF_BACKWARD * max(busy["backward"] - gathers["backward"], 0.0)
+    exposed += max(sums["reductions"] - left, 0.0)
     waiting = _OF_STEP + sum(host.values())
-    parts = {"kernels": sum(kernels.values()), "host": waiting, "links": not_overlapped + exposed}
+    parts = {"kernels": sum(kernels.values()), "host": waiting, "links": sums["other links"] + exposed}
     return parts | {"bubble": sum(parts.values()) * bubble / (1 - bubble)}
 
 

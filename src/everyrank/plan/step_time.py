@@ -187,7 +187,8 @@ def predict_step(c: Configurations, gpu: Gpu, inside: Link, across: Link, fitted
     busy_backward = np.maximum(
         backward + recompute + tensor_link * 2 / 3, (2 + is_full_recompute) * kernels * fitted.launch
     )
-    gather_link = np.maximum(gather - busy_forward, 0) + np.maximum(gather + scatter - busy_backward, 0)
+    second_gather = np.where(c.keeps_gathered, 0, gather)
+    gather_link = np.maximum(gather - busy_forward, 0) + np.maximum(second_gather + scatter - busy_backward, 0)
     gather_link = np.where(sharded, gather_link, 0)
 
     # head and loss, on the last stage
@@ -219,6 +220,11 @@ def predict_step(c: Configurations, gpu: Gpu, inside: Link, across: Link, fitted
     replicas = np.where((c.zero >= 1) & ~sharded, scatter_all + gather_all, reduce)
     overlap = np.where(c.overlaps, 0.8 * blocks * (backward + recompute), 0)
     replicas = np.maximum(replicas - overlap, 0)
+    state_bytes = local_parameters * (c.parameters + c.optimizer)
+    averages = collective_seconds("all_reduce", state_bytes, copies, in_node, inside, across) / np.maximum(
+        c.averaging, 1
+    )
+    replicas = np.where(c.averaging, averages, replicas)
     ends_link = np.where(
         (c.ends_everywhere == 1) & (c.pipeline > 1),
         collective_seconds("all_reduce", 2 * table * c.gradients, c.pipeline, 1, inside, across),

@@ -31,7 +31,7 @@ __all__ = ["Operator", "StorageTrace"]
 
 _NO_WORK = {"detach", "view", "_unsafe_view", "empty", "zeros", "alias", "promote_types", "empty_like", "new_empty"}
 _NO_KERNELS = {"prim", "profiler"}
-_GATHERS = {"embedding", "index_select", "gather", "index"}
+_GATHERS = {"embedding", "_embedding_bag", "index_select", "gather", "index"}
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,9 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
         return sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
+    if name in ("aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"):  # an LSTM: each step takes both matrices
+        steps = args[0].numel() // args[0].shape[-1]
+        return (4 if name.endswith("backward") else 2) * steps * (args[1].numel() + args[2].numel())
     return int(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0
 
 

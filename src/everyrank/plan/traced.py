@@ -10,35 +10,40 @@ update.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import gc
+import io
+import itertools
 import math
+import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
 from everyrank.layout import Layout, parse_layout
-from everyrank.layout.options import PipelineOptions
+from everyrank.layout.options import LocalSGDOptions, PipelineOptions
 from everyrank.parallel.parallelize import find_blocks
+from everyrank.parallel.state_memory import optimizer_tensors
 from everyrank.plan.caching_allocator import replay
 from everyrank.plan.calibration import Calibration, shipped_calibration
+from everyrank.plan.changes import smaller_layouts
 from everyrank.plan.hardware import GIB, GPUS, Cluster
 from everyrank.plan.machine import Machine, pipeline_bubble, traced_seconds
 from everyrank.plan.pretend import TracedStep, first_sample, trace_step
-from everyrank.plan.roofline import roofline_seconds
+from everyrank.plan.roofline import roofline_parts, roofline_sums
 from everyrank.workload import Workload
 
-__all__ = ["LayoutMemory", "answer_workload", "time_layout", "trace_layout"]
+__all__ = ["LayoutMemory", "Timing", "answer_workload", "time_layout", "trace_layout"]
 
 _TRACED_BLOCKS = 12  # with more equal blocks, two depths are traced and extrapolated
 _FRAGMENTS = 1.10  # reserved over allocated, if it is not replayed
+_BUILDING = 3  # sections of a trace before the second update
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 # temporary memory of kernels, and a different order of frees: at most 1.03 times on an H100 (docs/plan.md)
 _MAX_RESERVED = 1.15
@@ -58,6 +63,7 @@ class LayoutMemory:
     is_whole     False if activations are unknown
     note         how the layout was traced, or why it could not be
     parts        seconds of an update by part, if requested
+    peaks        allocated peaks by section of the trace (see `TracedStep.ends`)
     """
 
     rank: int
@@ -73,6 +79,7 @@ class LayoutMemory:
     is_whole: bool
     note: str
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    peaks: tuple[float, ...] = ()
 
     def verdict(self, memory: float) -> str:
         """Return fits, may not fit or does not fit."""
@@ -95,17 +102,31 @@ class LayoutMemory:
         return dataclasses.replace(self, reserved=self.expandable)
 
 
-_Timing = Callable[[TracedStep], Mapping[str, float]]
+@dataclass(frozen=True)
+class Timing:
+    """How long a traced step takes.
+
+    sums    seconds of a step that grow in proportion to the blocks
+    parts   seconds of an update by part, from these sums
+    """
+
+    sums: Callable[[TracedStep], Mapping[str, float]]
+    parts: Callable[[Mapping[str, float]], Mapping[str, float]]
 
 
 def trace_layout(
-    workload: Workload, layout: Layout, size: int, samples: Any, on_gpu: bool = False, timing: _Timing | None = None
+    workload: Workload, layout: Layout, size: int, samples: Any, on_gpu: bool = False, timing: Timing | None = None
 ) -> LayoutMemory:
     """Return the memory of the fullest rank. Raises `UsageError` for layouts that do not support the workload.
 
-    `samples` is (input, target) of one collated sample; `on_gpu` as for `trace_step`; `timing` gives the seconds of a
-    traced step by part, and those of the slowest rank are kept.
+    `samples` is (input, target) of one collated sample; `on_gpu` as for `trace_step`; `timing` gives the seconds
+    of a traced step by part, and those of the slowest rank are kept.
     """
+    if layout.strategy == "dataparallel" and size > 1:
+        raise UsageError(
+            f"--layout {layout}: plan cannot trace several devices of one process; give ddp, with one process a device"
+        )
+    size = 1 if layout.axis is None else size
     is_pipeline = layout.strategy == "pipeline"
     ranks = sorted({0, size - 1}) if is_pipeline else [0]
     try:
@@ -128,6 +149,7 @@ def time_layout(
     Without the data loader. Raises `UsageError` for a strategy that the machine was not measured for.
     """
     on_gpu = machine.device != "cpu"
+    size = 1 if layout.axis is None else size
     traced = [trace_step(workload, layout, size, rank, samples, on_gpu) for rank in range(size)]
     footprint = max(step.peak_bytes for step in traced)
     return traced_seconds([step.operators for step in traced], layout.strategy, machine, backend, footprint)
@@ -137,24 +159,48 @@ def _idle_share(layout: Layout, size: int) -> float:
     """Return the share of a step in which the ranks of a pipeline are idle; 0 for other layouts."""
     if layout.strategy != "pipeline":
         return 0.0
-    stages = layout.mesh(size).get("pipeline", 1)
-    return pipeline_bubble(stages, layout.read(PipelineOptions).microbatches or 2 * stages)
+    stages, options = layout.mesh(size).get("pipeline", 1), layout.read(PipelineOptions)
+    share = {"interleaved": 1 / options.chunks, "zero-bubble": 1 / 3}.get(options.schedule, 1.0)
+    return pipeline_bubble(stages, options.microbatches or 2 * stages, share)
 
 
 def _trace_rank(
-    workload: Workload, layout: Layout, size: int, rank: int, samples: Any, on_gpu: bool, timing: _Timing | None
+    workload: Workload, layout: Layout, size: int, rank: int, samples: Any, on_gpu: bool, timing: Timing | None
 ) -> LayoutMemory:
     def traced(stage: Workload, note: str) -> LayoutMemory:
         step = trace_step(stage, layout, size, rank, samples, on_gpu)
-        memory = _memory_of(step, on_gpu, note)
-        return dataclasses.replace(memory, parts=timing(step)) if timing is not None else memory
+        memory = _memory_of(step, on_gpu, note + _not_traced(layout))
+        if on_gpu and step.is_recurrent:
+            return dataclasses.replace(memory, note=f"{memory.note}; no time, because a GPU has one kernel for RNNs")
+        return dataclasses.replace(memory, parts=timing.sums(step)) if timing is not None else memory
+
+    def with_time(memory: LayoutMemory) -> LayoutMemory:
+        return dataclasses.replace(memory, parts=timing.parts(memory.parts)) if timing and memory.parts else memory
 
     depths = _depths(workload, layout, size)
-    if depths is None:
-        return traced(workload, "traced whole")
-    num_blocks, first, second = depths
-    shallow, deep = traced(_with_first_blocks(workload, first), ""), traced(_with_first_blocks(workload, second), "")
-    share = (num_blocks - first) / (second - first)
+    if depths is not None:
+        num_blocks, first, second = depths
+        note = f"traced with {first} and {second} of {num_blocks} blocks, which are equal"
+        with contextlib.suppress(Exception):  # forward may need all blocks, such as `for i in range(n): blocks[i](x)`
+            shallow, deep = (traced(_with_first_blocks(workload, count), note) for count in (first, second))
+            return with_time(_extrapolated(shallow, deep, (num_blocks - first) / (second - first)))
+    return with_time(traced(workload, "traced whole"))
+
+
+def _not_traced(layout: Layout) -> str:
+    """Return what a trace of this layout lacks, for its note."""
+    if layout.strategy == "local_sgd" and (every := layout.read(LocalSGDOptions).every) > 1:
+        return f"; the average after each {every} updates is in the memory, but not in the time"
+    return "; without torch.compile" if layout.compile else ""
+
+
+def _extrapolated(shallow: LayoutMemory, deep: LayoutMemory, share: float) -> LayoutMemory:
+    """Return the memory of a deeper model: `share` times the difference of two depths above the first.
+
+    A peak is the largest of several moments, and a different one may be the largest in a deeper model. For example, the
+    loss of a few blocks and a large vocabulary, but the optimizer's step of many blocks. So sections are extrapolated
+    one by one.
+    """
 
     def extrapolate(a: float, b: float) -> float:
         return a + (b - a) * share
@@ -167,23 +213,27 @@ def _trace_rank(
         name: round(extrapolate(shallow.collectives.get(name, 0), deep.collectives.get(name, 0)))
         for name in deep.collectives
     }
-    allocated = max(
-        extrapolate(_peak_after_first(shallow), _peak_after_first(deep)), extrapolate(shallow.building, deep.building)
-    )
+    peaks = tuple(map(extrapolate, shallow.peaks, deep.peaks))
+    update_peak = max(peaks[_BUILDING:])
+    temporary = categories.get("temporary", 0.0) + update_peak - sum(categories.values())
+    allocated = max(peaks)
+    # gaps between blocks grow by steps, which a line through two depths may miss
+    gaps = deep.reserved / deep.allocated, deep.expandable / deep.allocated
     return LayoutMemory(
-        rank,
-        categories,
+        deep.rank,
+        categories | {"temporary": temporary},
         allocated,
-        extrapolate(shallow.building, deep.building),
-        max(extrapolate(shallow.reserved, deep.reserved), allocated),
-        max(extrapolate(shallow.expandable, deep.expandable), allocated),
+        max(peaks[:_BUILDING]),
+        max(extrapolate(shallow.reserved, deep.reserved), allocated * gaps[0]),
+        max(extrapolate(shallow.expandable, deep.expandable), allocated * gaps[1]),
         extrapolate(shallow.flops, deep.flops),
         extrapolate(shallow.moved, deep.moved),
         extrapolate(shallow.sent, deep.sent),
         calls,
         True,
-        f"traced with {first} and {second} of {num_blocks} blocks, which are equal",
+        deep.note,
         {name: extrapolate(shallow.parts[name], seconds) for name, seconds in deep.parts.items()},
+        peaks,
     )
 
 
@@ -191,32 +241,35 @@ def _memory_of(step: TracedStep, on_gpu: bool, note: str) -> LayoutMemory:
     moved = sum(operator.bytes for operator in step.operators if not operator.group)
     sent = sum(operator.bytes for operator in step.operators if operator.group and operator.name != "wait_tensor")
     categories = {name: float(count) for name, count in step.categories.items()}
-    building, allocated = step.build_bytes, step.peak_bytes
-    reserved = expandable = _FRAGMENTS * max(building, allocated)
     if on_gpu:
-        replayed = replay(step.events, step.start)
-        categories["rounding"] = float(replayed.allocated - allocated)
-        building, allocated, reserved = replayed.building, replayed.allocated, replayed.reserved
-        expandable = replay(step.events, step.start, expandable_segments=True).reserved
+        replayed = replay(step.events, step.ends)
+        peaks, reserved = replayed.peaks, float(replayed.reserved)
+        categories["rounding"] = float(max(peaks[_BUILDING:]) - step.peak_bytes)
+        expandable = float(replay(step.events, step.ends, expandable_segments=True).reserved)
+    else:
+        peaks = _live_peaks(step)
+        reserved = expandable = _FRAGMENTS * max(peaks)
     return LayoutMemory(
         step.rank,
         categories,
-        float(max(allocated, building)),
-        float(building),
-        float(reserved),
-        float(expandable),
+        float(max(peaks)),
+        float(max(peaks[:_BUILDING])),
+        reserved,
+        expandable,
         float(step.flops),
         float(moved),
         float(sent),
         step.collectives(),
         True,
         note,
+        peaks=tuple(map(float, peaks)),
     )
 
 
-def _peak_after_first(memory: LayoutMemory) -> float:
-    """Return the allocated peak of an update after the first."""
-    return sum(memory.categories.values())
+def _live_peaks(step: TracedStep) -> tuple[int, ...]:
+    """Return the peak of live bytes in each section of a trace."""
+    live = [0, *itertools.accumulate(change for change, *_ in step.events)]
+    return tuple(max(live[begin : end + 1]) for begin, end in itertools.pairwise((0, *step.ends, len(step.events))))
 
 
 def _depths(workload: Workload, layout: Layout, size: int) -> tuple[int, int, int] | None:
@@ -231,7 +284,9 @@ def _depths(workload: Workload, layout: Layout, size: int) -> tuple[int, int, in
             raise
         except Exception:
             return None
-    kinds = {(type(block), tuple(tuple(p.shape) for p in block.parameters())) for block in blocks}
+    kinds = {
+        (type(block), tuple(_kind_of(tensor) for tensor in (*block.parameters(), *block.buffers()))) for block in blocks
+    }
     stages = layout.mesh(size).get("pipeline", 1) if layout.strategy == "pipeline" else 1
     stages *= layout.read(PipelineOptions).chunks if layout.strategy == "pipeline" else 1
     count = len(blocks)
@@ -239,6 +294,11 @@ def _depths(workload: Workload, layout: Layout, size: int) -> tuple[int, int, in
         return None
     first, second = 4 * stages, 6 * stages
     return (count, first, second) if second < count else None
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what its memory depends on: a frozen parameter has no gradient and no optimizer state."""
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
 def _with_first_blocks(workload: Workload, count: int) -> Workload:
@@ -256,25 +316,42 @@ def _with_first_blocks(workload: Workload, count: int) -> Workload:
 
 
 def _memory_of_parameters(workload: Workload, layout: Layout, size: int, error: Exception) -> LayoutMemory:
-    """Return the memory of a model that cannot be traced: parameters, gradients, and two optimizer values each."""
+    """Return the memory of a model that cannot be traced: parameters, gradients and optimizer state, or fewer."""
     first_line = (str(error).splitlines() or [""])[0][:200]
     reason = f"not traced: {type(error).__name__}: {first_line}"
     try:
         with FakeTensorMode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            count = float(sum(parameter.nbytes for parameter in workload.model().parameters()))
+            model = workload.model()
+            count, trained = (
+                float(sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad or not only))
+                for only in (False, True)
+            )
+            state = float(_optimizer_bytes(workload, model))
     except Exception:
         return LayoutMemory(
             0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, False, f"{reason}; its parameters are also unknown"
         )
     degrees = layout.mesh(size) if layout.axis else {}
-    parts = degrees.get("shard", 1) * degrees.get("tensor", 1) * degrees.get("pipeline", 1)
+    replicas = ("replicate",) if layout.strategy == "fsdp" else ("replicate", "context")
+    parts = math.prod(degree for axis, degree in degrees.items() if axis not in replicas)
     states = parts * (size if layout.strategy == "zero1" else 1)
-    categories = {"parameters": count / parts, "gradients": count / parts, "optimizer": 2 * count / states}
-    note = f"{reason}; only parameters, gradients and Adam's state are counted, activations are not"
+    categories = {"parameters": count / parts, "gradients": trained / parts, "optimizer": state / states}
+    note = f"{reason}; only parameters, gradients and the state of torch's optimizers are counted, activations are not"
     allocated = sum(categories.values())
     reserved = allocated * _FRAGMENTS
     return LayoutMemory(0, categories, allocated, 0.0, reserved, reserved, 0.0, 0.0, 0.0, {}, False, note)
+
+
+def _optimizer_bytes(workload: Workload, model: nn.Module) -> int:
+    """Return the bytes that the workload's optimizer keeps for all trained parameters; 0 if unknown."""
+    optimizer = workload.optimizer(model)
+    return sum(
+        optimizer_tensors(optimizer, group) * parameter.nbytes
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    )
 
 
 def usual_workload_layouts(workload: Workload, size: int, per_node: int) -> list[str]:
@@ -303,7 +380,7 @@ def answer_workload(
     `timed` is a measured machine and a backend: rows have the seconds of an update on it. Without it they have those of
     a roofline if the kind of GPU is known.
     """
-    with contextlib.redirect_stdout(None):  # a dataset may print
+    with contextlib.redirect_stdout(io.StringIO()):  # a dataset may print
         samples = first_sample(workload)
     cache: dict[str, LayoutMemory] = {}
     calibration = shipped_calibration() if timed is None and cluster.gpu.name in GPUS else None
@@ -352,9 +429,11 @@ def _layouts(workload: Workload, cluster: Cluster, timed: tuple[Machine, str] | 
     return list(timed[0].overhead.get(timed[1], {}))
 
 
-def _roofline(layout: Layout, cluster: Cluster) -> _Timing:
+def _roofline(layout: Layout, cluster: Cluster) -> Timing:
     idle = _idle_share(layout, cluster.gpus)
-    return lambda step: roofline_seconds(step, layout.strategy, cluster, idle)
+    return Timing(
+        lambda step: roofline_sums(step, layout.strategy, cluster), lambda sums: roofline_parts(sums, bubble=idle)
+    )
 
 
 def _seconds(memory: LayoutMemory, calibration: Calibration | None) -> dict[str, Any]:
@@ -390,27 +469,15 @@ def _row(text: str, memory: LayoutMemory, cluster: Cluster) -> dict[str, Any]:
 def _change(text: str, memory_of: Any, cluster: Cluster, command: str, workload: Workload) -> dict[str, Any]:
     """Return the first change that makes a layout fit.
 
-    Tried in this order: a setting of torch's allocator, bf16, recompute, smaller micro-batches, all three, and another
-    layout.
+    Tried in this order: a setting of torch's allocator, the changes of changes.py, and another layout. Each is traced,
+    so only a few sizes of micro-batches are tried.
     """
     layout = parse_layout(text)
     if memory_of(text).with_expandable_segments().verdict(cluster.gpu.memory) == "fits":
         command = f"{_EXPANDABLE} {_command(text, command, cluster)}"
         return {"what": "expandable segments of torch's allocator", "layout": text, "command": command}
-    changes: dict[str, dict[str, Any]] = {}
-    if layout.precision == "float32":
-        changes["bf16"] = {"precision": "bf16"}
-    if workload.blocks and not layout.recompute:
-        changes["recompute"] = {"recompute": True}
-    for factor in (2, 8):
-        if workload.global_batch >= layout.accumulate * factor * cluster.gpus:
-            changes[f"micro-batches 1/{factor} as large"] = {"accumulate": layout.accumulate * factor}
-    steps = [(name, dataclasses.replace(layout, **change)) for name, change in changes.items()]
-    if "micro-batches 1/8 as large" in changes:
-        del changes["micro-batches 1/2 as large"]
-    if len(changes) > 1:
-        all_options = dict(collections.ChainMap(*changes.values()))
-        steps.append((", ".join(changes), dataclasses.replace(layout, **all_options)))
+    factors = [factor for factor in (2, 8) if workload.global_batch >= layout.accumulate * factor * cluster.gpus]
+    steps = list(smaller_layouts(layout, workload.blocks is not None, factors, factors[-1:] or (1,)))
     others = ["fsdp:precision=bf16,recompute"] if workload.blocks else ["fsdp:precision=bf16"]
     steps += [("a different layout", parse_layout(other)) for other in others if cluster.gpus > 1]
     for change, changed in steps:
@@ -421,6 +488,8 @@ def _change(text: str, memory_of: Any, cluster: Cluster, command: str, workload:
 
 
 def _command(layout: str, command: str, cluster: Cluster) -> str:
+    if parse_layout(layout).axis is None:
+        return f"everyrank train {command} --layout {shlex.quote(layout)} --processes 1"
     nodes = cluster.gpus // cluster.per_node
     launch = f" --launcher slurm --nodes {nodes}" if nodes > 1 else ""
-    return f"everyrank train {command} --layout {layout}{launch} --processes {cluster.gpus}"
+    return f"everyrank train {command} --layout {shlex.quote(layout)}{launch} --processes {cluster.gpus}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from everyrank.errors import UsageError
 from everyrank.plan.hardware import Cluster
 from everyrank.runs import optimal_interval_seconds
 
@@ -45,7 +46,8 @@ def predict_run(
     """Return the time, cost and energy of `updates` updates.
 
     `price` is for an hour of one GPU; `mtbf_hours` the mean time between failures of the whole job; `state_bytes` the
-    parameters and optimizer state of the whole model, which a checkpoint writes.
+    parameters and optimizer state of the whole model, which a checkpoint writes. Raises `UsageError` if failures are so
+    frequent that the run never ends.
     """
     nodes = max(1, cluster.gpus // cluster.per_node)
     assumptions = [
@@ -60,7 +62,12 @@ def predict_run(
             save_seconds / (save_interval + save_seconds)
             + (save_interval / 2 + save_seconds / 2 + _RESTART) / mtbf_seconds
         )
-        goodput = max(0.0, 1 - lost_fraction)
+        goodput = 1 - lost_fraction
+        if goodput <= 0:
+            raise UsageError(
+                f"--mtbf {mtbf_hours:g}: a checkpoint takes {save_seconds:.0f} s and a restart {_RESTART:g} s, so a "
+                "job that fails so often makes no progress; give more hours"
+            )
         assumptions += [
             f"a failure every {mtbf_hours:g} hours of the job (--mtbf), checkpoints as by --save-every auto",
             f"a checkpoint of {state_bytes / 1e9:.0f} GB takes {save_seconds:.0f} s, at 2 GB/s for each node",
@@ -68,7 +75,7 @@ def predict_run(
         ]
     else:
         assumptions.append("no failures and no checkpoints: give --mtbf HOURS")
-    hours = step_seconds * updates / 3600 / goodput if goodput > 0 else float("inf")
+    hours = step_seconds * updates / 3600 / goodput
     gpu_hours = hours * cluster.gpus
     energy = gpu_hours * cluster.gpu.watts * _SHARE_OF_WATTS * _OVERHEAD / 1000
     if price is not None:
