@@ -456,3 +456,83 @@ def test_bf16_rounding_is_not_taken_for_a_zero_learning_rate(ranks: Any) -> None
     workload = load(Source("digits", {}, None))
     for parity in ranks(2, lambda world: check(world, "bf16", workload, ["ddp:precision=bf16", "zero1"], 6))[0]:
         assert (parity.status, parity.scope) == ("equal", "6 updates")
+
+
+class CachingModel(zoo.FrozenModel):
+    """A model whose forward assigns a buffer that was None, and one whose shape depends on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", None)
+        self.register_buffer("table", torch.zeros(1))
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.positions, self.table = torch.arange(5), torch.ones(5)
+        return super().forward(values)
+
+
+def test_buffer_that_forward_creates_is_compared(ranks: Any) -> None:
+    """A buffer that is new, or has a new shape, has no initial value to compare with. The ranks do not fail."""
+    workload = zoo.workload("frozen", model=CachingModel)
+    for layout in ("ddp", "fsdp"):
+        assert parity_of(ranks, workload, layout, steps=3).status == "equal", layout
+
+
+class CountsOnRank1(zoo.FrozenModel):
+    """A model that changes a buffer on rank 1 only."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        if self.training and dist.is_initialized() and dist.get_rank() == 1:
+            self.calls += 1
+        return super().forward(values)
+
+
+def test_replica_that_differs_on_another_rank_is_named(ranks: Any) -> None:
+    """Rank 0 equals one device, so neither the loss nor a tensor of rank 0 is the cause."""
+    parity = parity_of(ranks, zoo.workload("frozen", model=CountsOnRank1), steps=3, is_quick=True)
+    assert parity.first_divergence == "the replicas of calls, bit by bit (float64)"
+    assert "buffers are not (calls): CountsOnRank1 writes calls in forward" in (parity.cause or "")
+
+
+class InfiniteInParts(zoo.FrozenModel):
+    """A model whose output is infinite for the part of a batch that a rank reads."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(values) / (1.0 if len(values) in (7, 13) else 0.0)
+
+
+def test_infinite_loss_of_a_layout_is_a_difference(ranks: Any) -> None:
+    """The loss of one device is finite. The check does not end, so layouts after this one are compared, too."""
+    workload = zoo.workload("frozen", model=InfiniteInParts)
+    parities = ranks(2, check, f"causes/{next(_COUNTER)}", workload, ["ddp", "single"], 2)[0]
+    assert [parity.status for parity in parities] == ["different", "equal"]
+    assert parities[0].first_divergence == "update 0, loss (float64)"
+    assert "first bad tensor: output of the model (InfiniteInParts); in one process" in (parities[0].cause or "")
+
+
+class NoisyModel(zoo.FrozenModel):
+    """A model that draws random numbers in forward."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(values + torch.randn_like(values))
+
+
+def list_of_targets(samples: Sequence[Any]) -> tuple[Tensor, list[Tensor]]:
+    """Return the targets as a list with a tensor for each sample, as for boxes in images."""
+    return torch.stack([sample[0] for sample in samples]), [sample[1] for sample in samples]
+
+
+def squared_error_of_list(output: Tensor, target: list[Tensor]) -> tuple[Tensor, int]:
+    """Return the squared error over a list of targets."""
+    return torch.stack([(row - other).square().sum() for row, other in zip(output, target, strict=True)]).sum(), len(
+        target
+    )
+
+
+def test_cause_is_found_for_a_list_of_targets(ranks: Any) -> None:
+    """A part of a batch has fewer tensors than the batch."""
+    workload = zoo.workload(
+        "frozen", model=NoisyModel, collate=list_of_targets, loss=squared_error_of_list, eval_data=None, metrics={}
+    )
+    parity = parity_of(ranks, workload, steps=2, is_quick=True)
+    assert "the model draws random numbers" in (parity.cause or ""), parity

@@ -158,7 +158,8 @@ def _loss_difference(reference: Reference, differences: list[float], tolerances:
 def _replica_difference(run: Trace) -> _Divergence | None:
     if run.replicas_equal:
         return None
-    return _Divergence("replicas", "the replicas, bit by bit", None, None, len(run.losses) - 1)
+    names = f" of {_name_list(run.unequal_replicas)}" if run.unequal_replicas else ""
+    return _Divergence("replicas", f"the replicas{names}, bit by bit", None, None, len(run.losses) - 1)
 
 
 def _tensor_difference(reference: Reference, run: Trace, precision: str) -> _Divergence | None:
@@ -196,12 +197,12 @@ def tensor_tolerance(reference: Reference, number: int, name: str, tensor: Tenso
 
 
 def largest(tensor: Tensor) -> float:
-    """Return the magnitude of the largest finite element, at least 1e-300; NaN if there is a NaN."""
+    """Return the magnitude of the largest finite element, at least 1e-300."""
     if not tensor.numel():
         return 1e-300
     # aminmax avoids a copy in float64, and one of magnitudes
     magnitude = max(*map(abs, map(float, tensor.aminmax())), 1e-300)
-    return largest(tensor[tensor.isfinite()]) if magnitude == math.inf else magnitude
+    return magnitude if math.isfinite(magnitude) else largest(tensor[tensor.isfinite()])
 
 
 def _describe_tensors(reference: Reference, run: Trace, precision: str) -> str:

@@ -79,9 +79,12 @@ def _probe(case: ParityCase, world: World, read: _Read, mode: str) -> str | None
 
 def _padding(whole: Batch, halves: list[Batch]) -> str | None:
     """Return a message if collate pads the same samples to a different shape in a different batch."""
-    for index, leaf in enumerate(leaves((whole.input, whole.target))):
-        for half in halves:
-            other = leaves((half.input, half.target))[index]
+    tensors = leaves((whole.input, whole.target))
+    for half in halves:
+        tensors_of_half = leaves((half.input, half.target))
+        if len(tensors_of_half) != len(tensors):
+            continue  # a list with a tensor for each sample: the same index is another sample
+        for leaf, other in zip(tensors, tensors_of_half, strict=True):
             if leaf.dim() == other.dim() > 1 and leaf.shape[1:] != other.shape[1:]:
                 return (
                     f"collate pads each batch to its own longest sample ({tuple(leaf.shape[1:])} in the whole batch, "
@@ -124,7 +127,9 @@ def _loss_in_parts(case: ParityCase, output: Any, whole: Batch, halves: list[Bat
     start = 0
     for half in halves:
         rows = slice(start, start + half.size)
-        target = slice_rows(whole.target, whole.size, rows)
+        # a list with tensors for each sample cannot be sliced
+        is_list = len(leaves(half.target)) != len(leaves(whole.target))
+        target = half.target if is_list else slice_rows(whole.target, whole.size, rows)
         parts.append(_sum_and_count(case, slice_rows(output, whole.size, rows), target))
         start += half.size
     part_sum, num_terms = sum(part_total for part_total, _ in parts), sum(part_count for _, part_count in parts)

@@ -313,10 +313,11 @@ def _has_no_updates(new_references: dict[str, Any], singles: dict[str, Layout]) 
     """
 
     def has_moved(reference: Reference) -> bool:
+        # a state_dict with names of its own has no entry for some parameters
         return any(
             moved[name] and not reference.is_noise(number, name)
             for number, moved in enumerate(reference.trace.moved)
-            for name in reference.trace.gradients
+            for name in reference.trace.gradients.keys() & moved.keys() or moved
         )
 
     precise = [reference for text, reference in new_references.items() if singles[text].precision == "float64"]
