@@ -308,7 +308,7 @@ def check_with_cache(
 
 def test_cache_without_an_absolute_folder_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a relative XDG_CACHE_HOME, nothing is read from the current folder, and nothing is written there."""
-    names = ("loss_floors", "floors", "is_truncated", "reversed_differences", "evaluation_floors")
+    names = ("loss_floors", "floors", "is_truncated", "reversed_differences", "evaluation_floors", "loss_scale")
     fields: dict[str, Any] = {**dict.fromkeys(names), "segments": [[]], "zero_gradient_masks": {}}
     run = Trace([1.0], [1.0], {}, [{"weight": torch.ones(2)}], True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -87,6 +87,18 @@ def test_validation_tolerance_follows_the_perturbed_runs() -> None:
     assert compare(reference(single, perturbed), run, "float64").is_equal
 
 
+def test_loss_whose_terms_cancel_is_compared_relative_to_the_gradients() -> None:
+    """The mean of (ratio * advantage) is rounding if the advantages have mean 0. The gradients are not."""
+    gradients = {"weight": torch.tensor([0.2])}
+    single = dataclasses.replace(GOOD, losses=[1e-17, -3e-17], gradients=gradients, evaluation={"loss": (4e-17, 4.0)})
+    in_reverse = dataclasses.replace(single, losses=[-2e-17, 4e-17], evaluation={"loss": (-4e-17, 4.0)})
+    assert compare(reference(single, in_reverse), in_reverse, "float64").is_equal
+    wrong = dataclasses.replace(single, losses=[1e-17, 1e-6])
+    assert compare(reference(single, in_reverse), wrong, "float64").location == "update 1, loss"
+    draws_numbers = dataclasses.replace(single, losses=[1e-6, -3e-17])
+    assert compare(reference(single, draws_numbers), single, "float64").category == "single"
+
+
 def test_one_more_hit_of_a_metric_is_not_a_difference() -> None:
     """One more hit in a thousand is a tie that rounding broke. A hundred hits fewer are a difference."""
     single = dataclasses.replace(GOOD, evaluation={"loss": (3.0, 1000.0), "top1": (500.0, 1000.0)})

@@ -61,7 +61,7 @@ def compare(reference: Reference, run: Trace, precision: str) -> Comparison:
     single = reference.trace
     base, factor = LOSS_BASE[precision], LOSS_FACTOR[precision]
     tolerances = [max(base, factor * floor) for floor in reference.loss_floors]
-    differences = [relative(a, b) for a, b in zip(single.losses, run.losses, strict=True)]
+    differences = [relative(a, b, reference.loss_scale) for a, b in zip(single.losses, run.losses, strict=True)]
     divergence = (
         _count_difference(reference, run)
         or _single_differs_from_itself(reference, precision)
@@ -236,7 +236,7 @@ def _evaluation_difference(reference: Reference, run: Trace, precision: str) -> 
             continue
         base = _EVALUATION_BASE if name == "loss" else _METRIC_BASE
         tolerance = max(base, grown_rounding, 100 * reference.evaluation_floors.get(name, 0.0))
-        difference = relative(total, run_total)
+        difference = relative(total, run_total, reference.loss_scale * count if name == "loss" else 0.0)
         # for counts such as correct predictions, rounding may decide a tie differently
         is_a_tie = name != "loss" and total.is_integer() and abs(total - run_total) <= max(1.0, 1e-3 * count)
         if not (difference <= tolerance or is_a_tie):

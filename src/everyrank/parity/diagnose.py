@@ -64,6 +64,7 @@ class _Evidence:
     output: str = ""
     gradients: str = ""
     state: StateChanges = field(default_factory=lambda: StateChanges(""))
+    loss_scale: float = 0.0
 
 
 def locate(case: ParityCase, layout: Layout, world: World, key: str, comparison: Comparison) -> tuple[str, str | None]:
@@ -111,10 +112,21 @@ def locate(case: ParityCase, layout: Layout, world: World, key: str, comparison:
         assert run is not None
         reference = reference_run or trace(case, single, single_process_world(world), segments, keep=True)
         all_rows = rows or [_flatten_rows(run.rows)]
+        noise = case.references.get(str(single))
         evidence = _Evidence(
-            case, layout, world, segments[0], reference, run, all_rows, output, gradients, state or StateChanges("")
+            case,
+            layout,
+            world,
+            segments[0],
+            reference,
+            run,
+            all_rows,
+            output,
+            gradients,
+            state or StateChanges(""),
+            noise.loss_scale if noise is not None else 0.0,
         )
-        return _diagnose(evidence, comparison, case.references.get(str(single)), number, num_updates)
+        return _diagnose(evidence, comparison, noise, number, num_updates)
 
     first, cause = from_rank_0(world, f"{key}/diagnose", diagnose)
     return first, cause
@@ -287,7 +299,7 @@ def _tensor_cause(evidence: _Evidence, num_updates: int, names: Sequence[str]) -
         return "the ranks did not start from the same weights: the model is built from random numbers without a seed"
     index, reference, run = num_updates - 1, evidence.reference, evidence.run
     size = evidence.world.size - evidence.layout.servers
-    if relative(reference.losses[index], run.losses[index]) > 1e-8:
+    if relative(reference.losses[index], run.losses[index], evidence.loss_scale) > 1e-8:
         return _loss_cause(evidence, index)
     buffer_cause = _buffer_cause(evidence, names)
     if buffer_cause is not None:

@@ -133,7 +133,8 @@ def _loss_in_parts(case: ParityCase, output: Any, whole: Batch, halves: list[Bat
         parts.append(_sum_and_count(case, slice_rows(output, whole.size, rows), target))
         start += half.size
     part_sum, num_terms = sum(part_total for part_total, _ in parts), sum(part_count for _, part_count in parts)
-    scale = max(abs(total), abs(part_sum), 1e-300)
+    # losses whose terms cancel are small compared with those of the halves
+    scale = max(abs(total), sum(abs(part_total) for part_total, _ in parts), 1e-300)
     if abs(part_sum - total) <= _ROUNDING * scale and abs(num_terms - count) <= 1e-6 * max(count, 1):
         return None
     if abs(num_terms - count) <= 1e-6 * max(count, 1) and abs(part_sum / 2 - total) < 0.1 * scale:
