@@ -7,6 +7,7 @@ between the two runs are not reproducible: such printed numbers are left out, an
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
 import re
@@ -51,10 +52,19 @@ def trace_in_host(host: ScriptHost, python_args: Sequence[str], processes: int, 
         if run.failure:
             raise CannotRunError(f"the script does not run to its end: {run.failure}")
         runs.append(run)
-    if not all(rank.updates for rank in runs[0].ranks):
-        raise CannotRunError("no rank has made an optimizer step, so there is nothing to save")
+    without_updates = [number for number, rank in enumerate(runs[0].ranks) if not rank.updates]
+    if without_updates:
+        ranks_text = (
+            "no rank has" if len(without_updates) == len(runs[0].ranks) else f"rank {without_updates[0]} has not"
+        )
+        raise CannotRunError(f"{ranks_text} made an optimizer step, so there is nothing to compare")
     trace, second_trace = (_trace(run, python_args) for run in runs)
     for update, (first_loss, second_loss) in enumerate(zip(trace["losses"], second_trace["losses"], strict=False)):
+        if math.isnan(first_loss) and math.isnan(second_loss):
+            raise CannotRunError(
+                f"the loss of update {update} is NaN, so nothing can be compared with it; find the cause first: "
+                "torch.autograd.set_detect_anomaly(True)"
+            )
         if first_loss != second_loss:
             raise UsageError(
                 f"two runs of this script differ: the loss of update {update} is {first_loss:.9g}, then "

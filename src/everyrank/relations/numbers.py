@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from everyrank.rerun.shards import join_shards
 
-__all__ = ["JoinedTensor", "constant_factor", "join_ranks", "relative_difference", "tolerance_of"]
+__all__ = [
+    "JoinedTensor",
+    "constant_factor",
+    "first_different_rates",
+    "join_ranks",
+    "relative_difference",
+    "tolerance_of",
+]
+
+_RATE_TOLERANCE = 1e-6  # of learning rates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +48,7 @@ def join_ranks(rank_tensors: Sequence[Any], single: Any) -> JoinedTensor:
 def relative_difference(first: Any, second: Any, scale: float = 0.0) -> float:
     """Return the norm of the difference relative to that of `second`, or to `scale` if that is larger.
 
-    Tensors of different shapes differ infinitely.
+    Tensors of different shapes differ infinitely. Elements that are NaN in both, or the same infinity, are equal.
     """
     import torch
 
@@ -47,8 +57,14 @@ def relative_difference(first: Any, second: Any, scale: float = 0.0) -> float:
     first, second = first.double(), second.double()
     norm = max(float(torch.linalg.vector_norm(second)), scale)
     difference = float(torch.linalg.vector_norm(first - second))
-    if difference != difference:  # NaN in the same positions counts as equal
-        return 0.0 if torch.equal(first.isnan(), second.isnan()) else float("inf")
+    if not (math.isfinite(difference) and math.isfinite(norm)):
+        is_finite = first.isfinite() & second.isfinite()
+        is_same = is_finite | (first == second) | (first.isnan() & second.isnan())
+        if not bool(is_same.all()):
+            return math.inf
+        first, second = first[is_finite], second[is_finite]
+        norm = max(float(torch.linalg.vector_norm(second)), scale)
+        difference = float(torch.linalg.vector_norm(first - second))
     return difference / norm if norm else float(difference > 0.0)
 
 
@@ -63,6 +79,15 @@ def constant_factor(pairs: Sequence[tuple[Any, Any]], tolerance: float = 1e-3) -
         return None
     factor = float(firsts @ seconds) / size
     return factor if relative_difference(firsts, factor * seconds) < tolerance else None
+
+
+def first_different_rates(rates: Sequence[Sequence[float]]) -> tuple[float, ...] | None:
+    """The learning rates of the first parameter group whose rates differ; None if there is none."""
+    for rates_of_group in zip(*rates, strict=False):
+        first, *others = rates_of_group
+        if any(not math.isclose(first, other, rel_tol=_RATE_TOLERANCE) for other in others):
+            return rates_of_group
+    return None
 
 
 def tolerance_of(tensors: Sequence[Any]) -> float | None:
