@@ -150,6 +150,12 @@ def ddp(model, mesh):
     return DistributedDataParallel(model, process_group=mesh["data"].get_group())
 
 
+def adds(model, mesh):
+    model.blocks[0].shift = nn.Parameter(torch.zeros(()))
+    model.blocks[0].register_forward_hook(lambda module, args, output: output + module.shift)
+    return DistributedDataParallel(model, process_group=mesh["data"].get_group())
+
+
 def reduce(model, mesh):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
@@ -168,7 +174,7 @@ def summed(model, mesh):
 
 
 one_axis = {"data": "batch"}
-ddp.contract = not_reduced.contract = ParallelContract()
+ddp.contract = adds.contract = not_reduced.contract = ParallelContract()
 by_hand.contract = ParallelContract(one_axis, gradients="sum", after_backward=reduce)
 summed.contract = ParallelContract(one_axis, after_backward=reduce)
 
@@ -348,6 +354,13 @@ def test_wrong_gradient_norm_is_named(check: Any) -> None:
     assert "embedding.weight first" in counted_twice.cause
     assert "counted 2 times" in counted_twice.cause
     assert "each rank clips" in clipped_locally.cause
+
+
+def test_parameter_that_parallelize_adds_is_named(check: Any) -> None:
+    """The gradients of the other parameters are equal, until the new one has changed."""
+    [parity] = check(2, "adds")
+    assert parity.status == "different"
+    assert "adds blocks.0.shift, which is trained, too" in parity.cause
 
 
 def test_colwise_instead_of_rowwise_is_named(check: Any) -> None:

@@ -159,6 +159,8 @@ def _diagnose(
     requires_grad_cause = evidence.state.requires_grad_cause(names)
     if requires_grad_cause:
         return f"{when}, {kind}{name}", requires_grad_cause
+    if not num_updates and all(name in evidence.state.buffers for name in names):
+        return f"{when}, {kind}{name}", evidence.state.dtype_and_buffer_cause()
     return f"{when}, {kind}{name}", _with_state_changes(evidence, _tensor_cause(evidence, num_updates, names))
 
 
