@@ -22,7 +22,7 @@ from everyrank.loop import open_data
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import ParityCase, cache, check_layout, parity_case
 from everyrank.parity.cache import load_reference, save_reference
-from everyrank.parity.samples import check_samples
+from everyrank.parity.samples import check_samples, spread_indices
 from everyrank.parity.trace import Trace
 from everyrank.record import Parity
 from everyrank.workload import Source
@@ -175,6 +175,14 @@ def test_cause_does_not_contradict_the_sample_check(ranks: Any) -> None:
     problems, text = ranks(2, run_sample_check, workload)[0]
     assert not problems
     assert "each counted once" in text
+
+
+def test_compared_samples_include_the_last_one_of_a_large_dataset() -> None:
+    """In float32, the last index of 33,554,436 samples is rounded up, and no sample has it."""
+    assert spread_indices(2**25 + 4, 64)[-1] == 2**25 + 3
+    assert spread_indices(3, 64) == [0, 1, 2]
+    assert spread_indices(1, 64) == [0]
+    assert spread_indices(0, 64) == []
 
 
 def run_sample_check(world: World, workload: Any) -> tuple[list[str], str]:

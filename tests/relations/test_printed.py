@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from everyrank.audit.finding import Findings
-from everyrank.relations.numbers import relative_difference
+from everyrank.relations.lines import _relation
+from everyrank.relations.numbers import constant_factor, relative_difference, tolerance_of
 from everyrank.relations.printed import _margin, judge_printed
 from everyrank.relations.samples import judge_uneven_passes
 from everyrank.rerun import Imposed, Printed, RankRecording, ScriptRecording
@@ -141,3 +142,16 @@ def test_nan_or_infinity_hides_no_difference_of_other_elements() -> None:
         assert relative_difference(torch.tensor([0.0, 1.0, 2.0]), first) == inf
         assert relative_difference(first, torch.tensor([0.0, 1.0, 2.0])) == inf
     assert relative_difference(torch.tensor([inf, 1.0]), torch.tensor([-inf, 1.0])) == inf
+
+
+def test_imaginary_parts_are_compared() -> None:
+    """Layers in the frequency domain have complex parameters. A model may have no others."""
+    first = torch.tensor([1 + 1j, 2.0], dtype=torch.complex64)
+    assert relative_difference(first + torch.tensor([4j, 0]), first) == pytest.approx(4 / 6**0.5)
+    assert relative_difference(first.real, first) == pytest.approx(1 / 6**0.5)
+    assert relative_difference(first.conj().conj(), first) == 0.0
+    assert constant_factor([(3 * first, first)]) == pytest.approx(3.0)
+    assert constant_factor([(1j * first, first)]) is None
+    assert (tolerance_of([first]), tolerance_of([first.to(torch.complex128)])) == (5e-4, 1e-6)
+    assert _relation([first, 3 * first], 2 * first, 1e-6) == "mean"
+    assert _relation([first, first * 1j], first, 1e-6) == ""

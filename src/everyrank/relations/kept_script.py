@@ -20,7 +20,7 @@ from typing import Any
 from everyrank.audit.script import find_script
 from everyrank.errors import CannotRunError, UsageError
 from everyrank.parity.kept import FORMAT, elements
-from everyrank.relations.numbers import tolerance_of
+from everyrank.relations.numbers import as_reals, tolerance_of
 from everyrank.relations.samples import tensors_of_batch
 from everyrank.rerun import Imposed, RankRecording, ScriptHost, ScriptRecording
 
@@ -143,9 +143,8 @@ def _data_checksum(ranks: Sequence[RankRecording]) -> str:
         for _, batch, _ in rank.batches[:_BATCHES]:
             for tensor in tensors_of_batch(batch):
                 if tensor.dim():
-                    rows = (
-                        tensor.detach().double().flatten(1) if tensor.dim() > 1 else tensor.detach().double()[:, None]
-                    )
+                    numbers = as_reals(tensor.detach())
+                    rows = numbers.flatten(1) if numbers.dim() > 1 else numbers[:, None]
                     sums = zip(rows.sum(1).tolist(), rows.abs().sum(1).tolist(), strict=True)
                     content.update(
                         " ".join(sorted(f"{row_sum:.4e} {absolute_sum:.4e}" for row_sum, absolute_sum in sums)).encode()

@@ -11,6 +11,7 @@ from everyrank.rerun.shards import join_shards
 
 __all__ = [
     "JoinedTensor",
+    "as_reals",
     "constant_factor",
     "first_different_rates",
     "join_ranks",
@@ -54,7 +55,9 @@ def relative_difference(first: Any, second: Any, scale: float = 0.0) -> float:
 
     if first.shape != second.shape:
         return float("inf")
-    first, second = first.double(), second.double()
+    if first.is_complex() != second.is_complex():
+        first, second = first.to(torch.complex128), second.to(torch.complex128)
+    first, second = as_reals(first), as_reals(second)
     norm = max(float(torch.linalg.vector_norm(second)), scale)
     difference = float(torch.linalg.vector_norm(first - second))
     if not (math.isfinite(difference) and math.isfinite(norm)):
@@ -68,12 +71,19 @@ def relative_difference(first: Any, second: Any, scale: float = 0.0) -> float:
     return difference / norm if norm else float(difference > 0.0)
 
 
+def as_reals(tensor: Any) -> Any:
+    """Return the numbers in float64; of a complex tensor the real and imaginary parts, as a last dimension."""
+    import torch
+
+    return torch.view_as_real(tensor.to(torch.complex128).resolve_conj()) if tensor.is_complex() else tensor.double()
+
+
 def constant_factor(pairs: Sequence[tuple[Any, Any]], tolerance: float = 1e-3) -> float | None:
     """The number c if the first tensor of each pair is c times the second; None if there is no such number."""
     import torch
 
-    firsts = torch.cat([first.double().flatten() for first, _ in pairs])
-    seconds = torch.cat([second.double().flatten() for _, second in pairs])
+    firsts = torch.cat([as_reals(first).flatten() for first, _ in pairs])
+    seconds = torch.cat([as_reals(second).flatten() for _, second in pairs])
     size = float(seconds @ seconds)
     if not size:
         return None
@@ -94,7 +104,11 @@ def tolerance_of(tensors: Sequence[Any]) -> float | None:
     """The relative difference that rounding explains in the lowest precision; None for 16 bits or less."""
     import torch
 
-    kinds = {tensor.dtype for tensor in tensors if tensor is not None and tensor.is_floating_point()}
+    kinds = {tensor.real.dtype for tensor in tensors if tensor is not None and _has_fractions(tensor)}
     if kinds & {torch.float16, torch.bfloat16} or not kinds:
         return None
     return 5e-4 if torch.float32 in kinds else 1e-6  # parts of a model may compute in float32
+
+
+def _has_fractions(tensor: Any) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -14,6 +14,7 @@ from typing import Any
 from everyrank.audit.finding import Findings, short_location
 from everyrank.relations.lines import DifferingLine, first_differing, first_scaled
 from everyrank.relations.numbers import (
+    as_reals,
     constant_factor,
     first_different_rates,
     join_ranks,
@@ -356,7 +357,7 @@ def _are_rows_equal(rows: Any, others: Any, has_order: bool) -> bool:
 
     if relative_difference(rows, others) <= _ROW_TOLERANCE or has_order or rows.dim() < 2:
         return relative_difference(rows, others) <= _ROW_TOLERANCE
-    flat = [each.double().flatten(1) for each in (rows, others)]
+    flat = [as_reals(each).flatten(1) for each in (rows, others)]
     weights = torch.linspace(1.0, 2.0, flat[0].shape[1], dtype=torch.float64).sqrt()  # one number for each sample
     in_order = [each[(each @ weights).argsort()] for each in flat]
     return relative_difference(*in_order) <= _ROW_TOLERANCE
@@ -395,7 +396,7 @@ def _differing(case: _Case, ranks: list[RecordedUpdate], single: RecordedUpdate,
     }
     if not single_values:
         return {}
-    scale = max(float(torch.linalg.vector_norm(tensor.double())) for tensor in single_values.values()) * 1e-4
+    scale = max(float(torch.linalg.vector_norm(as_reals(tensor))) for tensor in single_values.values()) * 1e-4
     names: dict[str, float] = {}
     for name, tensor in single_values.items():
         parts = [_values(rank, kind).get(name) for rank in ranks]
@@ -510,7 +511,7 @@ def _rounded_or_small(pairs: list[tuple[Any, Any]], apart: float) -> str:
     """
     import torch
 
-    ranks, single = (torch.cat([pair[index].double().flatten() for pair in pairs]) for index in (0, 1))
+    ranks, single = (torch.cat([as_reals(pair[index]).flatten() for pair in pairs]) for index in (0, 1))
     if apart < _SMALL_DIFFERENCE:
         return f"they differ by {apart:.2g} of their norm, and no line was found where this begins"
     if float(((ranks == 0) != (single == 0)).double().mean()) > _EXTRA_ZERO_SHARE:
@@ -711,4 +712,4 @@ def _are_samples(rank_tensors: list[Any], state: Any) -> bool:
 
 
 def _row(row: Any) -> tuple[float, ...]:
-    return tuple(round(number, 6) for number in row.double().flatten()[:16].tolist())
+    return tuple(round(number, 6) for number in as_reals(row).flatten()[:16].tolist())
