@@ -404,6 +404,28 @@ def test_case_evaluates_both_ends_of_the_validation_data() -> None:
     assert case.eval_ends.samples == [*range(32), *range(72, 102)]
 
 
+class AttentionWithDropout(zoo.FrozenModel):
+    """A model that passes a probability to a dropout function, as attention in transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_dropout, self.scale = 0.1, 0.5
+        self.layers.append(nn.Dropout(0.2))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return F.dropout(super().forward(values), self.attention_dropout, self.training) * self.scale
+
+
+def test_dropout_of_torch_is_set_to_0_in_functions_too() -> None:
+    """Other numbers of a module stay."""
+    workload = zoo.workload("frozen", model=AttentionWithDropout, dropout="torch")
+    assert workload.eval_data is not None
+    case = parity_case(workload, workload.train_data(), workload.eval_data(), 4)
+    model: Any = case.workload.model()
+    assert (model.attention_dropout, model.layers[3].p, model.scale) == (0.0, 0.0, 0.5)
+    assert case.notes == ["dropout set to 0 in 2 modules"]
+
+
 class Codebook(nn.Module):
     """Vector quantization. Forward moves the code vectors in a buffer to the means of their nearest inputs.
 
