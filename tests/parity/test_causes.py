@@ -23,7 +23,7 @@ from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import ParityCase, cache, check_layout, parity_case
 from everyrank.parity.cache import load_reference, save_reference
 from everyrank.parity.samples import check_samples, spread_indices
-from everyrank.parity.trace import Trace
+from everyrank.parity.trace import Trace, trace
 from everyrank.record import Parity
 from everyrank.workload import Source
 from everyrank.workload.find import load
@@ -506,6 +506,15 @@ def test_buffer_that_forward_creates_is_compared(ranks: Any) -> None:
     workload = zoo.workload("frozen", model=CachingModel)
     for layout in ("ddp", "fsdp"):
         assert parity_of(ranks, workload, layout, steps=3).status == "equal", layout
+    first_loss, loss_of_next_segment = ranks(2, losses_of_two_segments, workload)[0]
+    assert first_loss == loss_of_next_segment
+
+
+def losses_of_two_segments(world: World, workload: Any) -> list[float]:
+    """Return the losses of the first update, run twice from the initial state."""
+    case = parity_case(workload, *open_data(workload, world), 3)
+    [[update, *_]] = case.planned("float64")
+    return trace(case, parse_layout("ddp:precision=float64"), world, [[update], [update]]).losses
 
 
 class CountsOnRank1(zoo.FrozenModel):

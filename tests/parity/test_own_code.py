@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zoo
 from everyrank import parse_layout
@@ -30,7 +30,7 @@ import functools
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -354,6 +354,25 @@ def test_wrong_gradient_norm_is_named(check: Any) -> None:
     assert "embedding.weight first" in counted_twice.cause
     assert "counted 2 times" in counted_twice.cause
     assert "each rank clips" in clipped_locally.cause
+
+
+class CachingModel(zoo.FrozenModel):
+    """A model whose forward changes the shape of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1))
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.table = torch.ones(5)
+        return super().forward(values)
+
+
+def test_buffer_that_forward_resizes_is_not_compared(check: Any) -> None:
+    """A function gathers the tensors of the model as built. The buffer now has another shape."""
+    [parity] = check(2, "ddp", name="frozen", model=CachingModel)
+    assert parity.status == "equal", parity
+    assert parity.not_compared == ["table"]
 
 
 def test_parameter_that_parallelize_adds_is_named(check: Any) -> None:

@@ -84,6 +84,7 @@ def trace(
     recording_prepared = _record_rows(prepared, rows) if keep else prepared
     initial = prepared.full_state() if measure or keep else {}
     snapshot = prepared.trainable.snapshot() if len(segments) > 1 else {}
+    buffer_shapes = _buffer_shapes(prepared.model)
     states = [initial] if keep else []
     result = Trace([], [], {}, [], True, states=states, rows=rows, not_compared=tuple(prepared.not_compared))
     shares: list[Tensor] = []
@@ -91,8 +92,11 @@ def trace(
     unequal_replicas: list[str] = []
     replicas_equal = True
     for number, updates in enumerate(segments):
-        if number:
+        if number and _buffer_shapes(prepared.model) == buffer_shapes:
             prepared.trainable.restore(snapshot)
+        elif number:  # the snapshot has no buffer that forward has created
+            prepared = _prepare(case, layout, world, jitter)
+            recording_prepared = _record_rows(prepared, rows) if keep else prepared
         for share in run_updates(recording_prepared, case.train_data, updates, reverse):
             shares.append(share)
             if keep:
@@ -108,6 +112,10 @@ def trace(
             result.moved.append(
                 {name: finite_change(initial.get(name), value) for name, value in result.finals[-1].items()}
             )
+    if layout.row.any_axes:  # a custom parallelize function gathers the tensors of the model as built
+        shapes_now = _buffer_shapes(prepared.model)
+        new_buffers = [name for name, shape in shapes_now.items() if buffer_shapes.get(name) != shape]
+        result = dataclasses.replace(result, not_compared=(*result.not_compared, *new_buffers))
     totals = sum_over_ranks(torch.stack(shares), prepared.world)
     has_evaluation = case.eval_ends is not None and evaluates
     with group_of_one(prepared.world):  # a metric may call collectives
@@ -155,6 +163,10 @@ def _jittered(model: nn.Module, step: float, seed: int) -> nn.Module:
             if is_in_file:
                 put_into_file(parameter)
     return model
+
+
+def _buffer_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {clean_name(name): tuple(buffer.shape) for name, buffer in model.named_buffers()}
 
 
 def _unequal_replicas(prepared: Prepared) -> list[str]:
