@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -575,3 +576,36 @@ def test_cause_is_found_for_a_list_of_targets(ranks: Any) -> None:
     )
     parity = parity_of(ranks, workload, steps=2, is_quick=True)
     assert "the model draws random numbers" in (parity.cause or ""), parity
+
+
+class PointsWithNoise(zoo.Points):
+    """Points that draw noise from a generator without a seed, which everyrank does not know."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.generator = np.random.default_rng()
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        values, target = super().__getitem__(index)
+        return values + float(self.generator.normal()), target
+
+
+_calls_of_loss = itertools.count(1)
+
+
+def growing_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Weight the loss with the number of calls."""
+    return (output - target).square().sum() * next(_calls_of_loss), target.numel()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected_cause"),
+    [
+        ({"train_data": lambda: PointsWithNoise(23)}, "the dataset gives a sample other values when it is read again"),
+        ({"loss": growing_loss}, "keeps state from one call to the next"),
+    ],
+)
+def test_state_outside_of_the_model_is_named(ranks: Any, changes: dict[str, Any], expected_cause: str) -> None:
+    """Neither collate nor a loss over the whole batch is the cause."""
+    parity = parity_of(ranks, zoo.workload("frozen", **changes), steps=2, is_quick=True)
+    assert expected_cause in (parity.cause or ""), parity
