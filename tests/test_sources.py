@@ -424,6 +424,19 @@ def test_verify_imagenet_on_two_ranks(cli: Cli, tmp_path: Path, images: Path) ->
         ("cifar10", {"data": ".", "depth": 19}, ["depth=19", "18, 34, 50, 101"]),
         ("cifar100", {"data": ".", "schedule": "no"}, ["neither train nor train.bin"]),
         ("digits", {"data": "."}, ["data"]),
+        ("digits", {"norm": "group", "width": 6}, ["norm=group width=6", "multiple of 4"]),
+        ("digits", {"width": 0}, ["width=0: give at least 1"]),
+        ("cifar10", {"data": ".", "width": 0}, ["width=0: give at least 1"]),
+        ("imagenet", {"data": ".", "size": 0}, ["size=0: give at least 1"]),
+        ("imagenet", {"data": ".", "batch": 0}, ["batch=0: give at least 1"]),
+        ("imagenet", {"data": ".", "epochs": 0}, ["epochs=0: give at least 1"]),
+        ("imagenet", {"data": ".", "warmup": -1.0}, ["warmup=-1: give a number of epochs from 0 to below 90"]),
+        ("imagenet", {"data": ".", "milestones": (30, 60)}, ["schedule=step", "only schedule=multistep"]),
+        (
+            "imagenet",
+            {"data": ".", "schedule": "multistep", "milestones": (30, 100)},
+            ["--set milestones=30,100: give epochs between 0 and 90"],
+        ),
     ],
 )
 def test_missing_data_or_wrong_setting_is_explained_in_one_line(
@@ -435,6 +448,13 @@ def test_missing_data_or_wrong_setting_is_explained_in_one_line(
     assert "\n" not in str(caught.value)
     for fragment in expected:
         assert fragment in str(caught.value)
+
+
+def test_fewer_classes_than_folders_are_refused(images: Path) -> None:
+    settings = {"data": str(images), "size": 16, "width": 4, "batch": 5, "epochs": 1}
+    with pytest.raises(WorkloadError, match=r"classes=3: .*train has 10 folders of classes; give at least 10"):
+        load(find_workload("imagenet", **settings, classes=3)).model()
+    assert load(find_workload("imagenet", **settings, classes=12)).model().classes.out_features == 12
 
 
 def test_train_without_data_suggests_the_option(cli: Cli, tmp_path: Path) -> None:

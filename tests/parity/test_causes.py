@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,8 +23,8 @@ from everyrank.loop import open_data
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import ParityCase, cache, check_layout, parity_case
 from everyrank.parity.cache import load_reference, save_reference
-from everyrank.parity.samples import check_samples
-from everyrank.parity.trace import Trace
+from everyrank.parity.samples import check_samples, spread_indices
+from everyrank.parity.trace import Trace, trace
 from everyrank.record import Parity
 from everyrank.workload import Source
 from everyrank.workload.find import load
@@ -177,6 +178,14 @@ def test_cause_does_not_contradict_the_sample_check(ranks: Any) -> None:
     assert "each counted once" in text
 
 
+def test_compared_samples_include_the_last_one_of_a_large_dataset() -> None:
+    """In float32, the last index of 33,554,436 samples is rounded up, and no sample has it."""
+    assert spread_indices(2**25 + 4, 64)[-1] == 2**25 + 3
+    assert spread_indices(3, 64) == [0, 1, 2]
+    assert spread_indices(1, 64) == [0]
+    assert spread_indices(0, 64) == []
+
+
 def run_sample_check(world: World, workload: Any) -> tuple[list[str], str]:
     """Return the problems of the sample check and its text."""
     layout = parse_layout("ddp")
@@ -308,7 +317,7 @@ def check_with_cache(
 
 def test_cache_without_an_absolute_folder_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a relative XDG_CACHE_HOME, nothing is read from the current folder, and nothing is written there."""
-    names = ("loss_floors", "floors", "is_truncated", "reversed_differences", "evaluation_floors")
+    names = ("loss_floors", "floors", "is_truncated", "reversed_differences", "evaluation_floors", "loss_scale")
     fields: dict[str, Any] = {**dict.fromkeys(names), "segments": [[]], "zero_gradient_masks": {}}
     run = Trace([1.0], [1.0], {}, [{"weight": torch.ones(2)}], True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -396,6 +405,28 @@ def test_case_evaluates_both_ends_of_the_validation_data() -> None:
     assert case.eval_ends.samples == [*range(32), *range(72, 102)]
 
 
+class AttentionWithDropout(zoo.FrozenModel):
+    """A model that passes a probability to a dropout function, as attention in transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_dropout, self.scale = 0.1, 0.5
+        self.layers.append(nn.Dropout(0.2))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return F.dropout(super().forward(values), self.attention_dropout, self.training) * self.scale
+
+
+def test_dropout_of_torch_is_set_to_0_in_functions_too() -> None:
+    """Other numbers of a module stay."""
+    workload = zoo.workload("frozen", model=AttentionWithDropout, dropout="torch")
+    assert workload.eval_data is not None
+    case = parity_case(workload, workload.train_data(), workload.eval_data(), 4)
+    model: Any = case.workload.model()
+    assert (model.attention_dropout, model.layers[3].p, model.scale) == (0.0, 0.0, 0.5)
+    assert case.notes == ["dropout set to 0 in 2 modules"]
+
+
 class Codebook(nn.Module):
     """Vector quantization. Forward moves the code vectors in a buffer to the means of their nearest inputs.
 
@@ -456,3 +487,125 @@ def test_bf16_rounding_is_not_taken_for_a_zero_learning_rate(ranks: Any) -> None
     workload = load(Source("digits", {}, None))
     for parity in ranks(2, lambda world: check(world, "bf16", workload, ["ddp:precision=bf16", "zero1"], 6))[0]:
         assert (parity.status, parity.scope) == ("equal", "6 updates")
+
+
+class CachingModel(zoo.FrozenModel):
+    """A model whose forward assigns a buffer that was None, and one whose shape depends on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", None)
+        self.register_buffer("table", torch.zeros(1))
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.positions, self.table = torch.arange(5), torch.ones(5)
+        return super().forward(values)
+
+
+def test_buffer_that_forward_creates_is_compared(ranks: Any) -> None:
+    """A buffer that is new, or has a new shape, has no initial value to compare with. The ranks do not fail."""
+    workload = zoo.workload("frozen", model=CachingModel)
+    for layout in ("ddp", "fsdp"):
+        assert parity_of(ranks, workload, layout, steps=3).status == "equal", layout
+    first_loss, loss_of_next_segment = ranks(2, losses_of_two_segments, workload)[0]
+    assert first_loss == loss_of_next_segment
+
+
+def losses_of_two_segments(world: World, workload: Any) -> list[float]:
+    """Return the losses of the first update, run twice from the initial state."""
+    case = parity_case(workload, *open_data(workload, world), 3)
+    [[update, *_]] = case.planned("float64")
+    return trace(case, parse_layout("ddp:precision=float64"), world, [[update], [update]]).losses
+
+
+class CountsOnRank1(zoo.FrozenModel):
+    """A model that changes a buffer on rank 1 only."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        if self.training and dist.is_initialized() and dist.get_rank() == 1:
+            self.calls += 1
+        return super().forward(values)
+
+
+def test_replica_that_differs_on_another_rank_is_named(ranks: Any) -> None:
+    """Rank 0 equals one device, so neither the loss nor a tensor of rank 0 is the cause."""
+    parity = parity_of(ranks, zoo.workload("frozen", model=CountsOnRank1), steps=3, is_quick=True)
+    assert parity.first_divergence == "the replicas of calls, bit by bit (float64)"
+    assert "buffers are not (calls): CountsOnRank1 writes calls in forward" in (parity.cause or "")
+
+
+class InfiniteInParts(zoo.FrozenModel):
+    """A model whose output is infinite for the part of a batch that a rank reads."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(values) / (1.0 if len(values) in (7, 13) else 0.0)
+
+
+def test_infinite_loss_of_a_layout_is_a_difference(ranks: Any) -> None:
+    """The loss of one device is finite. The check does not end, so layouts after this one are compared, too."""
+    workload = zoo.workload("frozen", model=InfiniteInParts)
+    parities = ranks(2, check, f"causes/{next(_COUNTER)}", workload, ["ddp", "single"], 2)[0]
+    assert [parity.status for parity in parities] == ["different", "equal"]
+    assert parities[0].first_divergence == "update 0, loss (float64)"
+    assert "first bad tensor: output of the model (InfiniteInParts); in one process" in (parities[0].cause or "")
+
+
+class NoisyModel(zoo.FrozenModel):
+    """A model that draws random numbers in forward."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(values + torch.randn_like(values))
+
+
+def list_of_targets(samples: Sequence[Any]) -> tuple[Tensor, list[Tensor]]:
+    """Return the targets as a list with a tensor for each sample, as for boxes in images."""
+    return torch.stack([sample[0] for sample in samples]), [sample[1] for sample in samples]
+
+
+def squared_error_of_list(output: Tensor, target: list[Tensor]) -> tuple[Tensor, int]:
+    """Return the squared error over a list of targets."""
+    return torch.stack([(row - other).square().sum() for row, other in zip(output, target, strict=True)]).sum(), len(
+        target
+    )
+
+
+def test_cause_is_found_for_a_list_of_targets(ranks: Any) -> None:
+    """A part of a batch has fewer tensors than the batch."""
+    workload = zoo.workload(
+        "frozen", model=NoisyModel, collate=list_of_targets, loss=squared_error_of_list, eval_data=None, metrics={}
+    )
+    parity = parity_of(ranks, workload, steps=2, is_quick=True)
+    assert "the model draws random numbers" in (parity.cause or ""), parity
+
+
+class PointsWithNoise(zoo.Points):
+    """Points that draw noise from a generator without a seed, which everyrank does not know."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.generator = np.random.default_rng()
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        values, target = super().__getitem__(index)
+        return values + float(self.generator.normal()), target
+
+
+_calls_of_loss = itertools.count(1)
+
+
+def growing_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Weight the loss with the number of calls."""
+    return (output - target).square().sum() * next(_calls_of_loss), target.numel()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected_cause"),
+    [
+        ({"train_data": lambda: PointsWithNoise(23)}, "the dataset gives a sample other values when it is read again"),
+        ({"loss": growing_loss}, "keeps state from one call to the next"),
+    ],
+)
+def test_state_outside_of_the_model_is_named(ranks: Any, changes: dict[str, Any], expected_cause: str) -> None:
+    """Neither collate nor a loss over the whole batch is the cause."""
+    parity = parity_of(ranks, zoo.workload("frozen", **changes), steps=2, is_quick=True)
+    assert expected_cause in (parity.cause or ""), parity

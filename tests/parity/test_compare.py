@@ -15,8 +15,8 @@ from everyrank.layout import parse_layout
 from everyrank.parallel.check_equal import _differences
 from everyrank.parallel.zero1 import keep_owned_parameters
 from everyrank.parity.compare import compare, largest
-from everyrank.parity.reference import Reference, make_reference, shorten_segments
-from everyrank.parity.trace import _CHUNK_ELEMENTS, Trace, distance
+from everyrank.parity.reference import Reference, _has_no_updates, make_reference, shorten_segments
+from everyrank.parity.trace import _CHUNK_ELEMENTS, Trace, distance, finite_change
 
 GOOD = Trace([2.0, 1.0], [4.0, 4.0], {}, [{"weight": torch.ones(2)}], replicas_equal=True, moved=[{"weight": 0.5}])
 UPDATES = [[Update(0, 0, 0), Update(1, 0, 1)]]
@@ -87,6 +87,18 @@ def test_validation_tolerance_follows_the_perturbed_runs() -> None:
     assert compare(reference(single, perturbed), run, "float64").is_equal
 
 
+def test_loss_whose_terms_cancel_is_compared_relative_to_the_gradients() -> None:
+    """The mean of (ratio * advantage) is rounding if the advantages have mean 0. The gradients are not."""
+    gradients = {"weight": torch.tensor([0.2])}
+    single = dataclasses.replace(GOOD, losses=[1e-17, -3e-17], gradients=gradients, evaluation={"loss": (4e-17, 4.0)})
+    in_reverse = dataclasses.replace(single, losses=[-2e-17, 4e-17], evaluation={"loss": (-4e-17, 4.0)})
+    assert compare(reference(single, in_reverse), in_reverse, "float64").is_equal
+    wrong = dataclasses.replace(single, losses=[1e-17, 1e-6])
+    assert compare(reference(single, in_reverse), wrong, "float64").location == "update 1, loss"
+    draws_numbers = dataclasses.replace(single, losses=[1e-6, -3e-17])
+    assert compare(reference(single, draws_numbers), single, "float64").category == "single"
+
+
 def test_one_more_hit_of_a_metric_is_not_a_difference() -> None:
     """One more hit in a thousand is a tie that rounding broke. A hundred hits fewer are a difference."""
     single = dataclasses.replace(GOOD, evaluation={"loss": (3.0, 1000.0), "top1": (500.0, 1000.0)})
@@ -147,7 +159,7 @@ def test_distance_over_several_chunks() -> None:
         assert distance(first, second, excluded) == 0.0
         second[0, index] = math.nan
         assert distance(first, second) == math.inf
-        assert math.isnan(largest(second))
+        assert math.isfinite(largest(second))
         assert largest(-first * 2) == 2 * float(first.abs().max())
 
 
@@ -160,6 +172,31 @@ def test_infinite_elements_hide_no_difference() -> None:
     assert distance(first, torch.tensor([-math.inf, 2.0, math.nan])) == math.inf
     assert largest(first) == 2.0
     assert largest(torch.tensor([math.inf])) == 1e-300
+
+
+def test_elements_that_are_nan_in_both_runs_hide_no_difference() -> None:
+    """A buffer may begin with NaN or -inf, such as the largest value so far. Its other elements are compared."""
+    initial = torch.tensor([math.nan, -math.inf, 0.0], dtype=torch.float64)
+    final = torch.tensor([math.nan, 2.0, 0.5], dtype=torch.float64)
+    assert distance(final, final.clone()) == 0.0
+    assert finite_change(initial, final) == 0.5
+    assert finite_change(None, final) == finite_change(initial[:1], final) == 0.0
+    single = dataclasses.replace(GOOD, finals=[{"seen": final}], moved=[{"seen": finite_change(initial, final)}])
+    assert compare(reference(single), single, "float64").is_equal
+    for other in ([math.nan, 2.0, 0.6], [math.nan, 2.5, 0.5], [0.0, 2.0, 0.5]):
+        run = dataclasses.replace(single, finals=[{"seen": torch.tensor(other, dtype=torch.float64)}])
+        finding = compare(reference(single), run, "float64")
+        assert finding.location == "update 1, tensor seen"
+        assert not math.isnan(finding.difference or math.nan)
+
+
+def test_parameters_have_other_names_in_the_state_dict() -> None:
+    """Hooks may rename entries of the state_dict. Whether a parameter moves is then read from the entries."""
+    single = dataclasses.replace(GOOD, gradients={"wrapped.weight": torch.ones(2)})
+    singles = {"single": parse_layout("single:precision=float64")}
+    assert not _has_no_updates({"single": reference(single)}, singles)
+    still = dataclasses.replace(single, moved=[{"weight": 0.0}])
+    assert _has_no_updates({"single": reference(still)}, singles)
 
 
 def test_differences_over_several_chunks() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zoo
 from everyrank import parse_layout
@@ -30,7 +30,7 @@ import functools
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -150,6 +150,12 @@ def ddp(model, mesh):
     return DistributedDataParallel(model, process_group=mesh["data"].get_group())
 
 
+def adds(model, mesh):
+    model.blocks[0].shift = nn.Parameter(torch.zeros(()))
+    model.blocks[0].register_forward_hook(lambda module, args, output: output + module.shift)
+    return DistributedDataParallel(model, process_group=mesh["data"].get_group())
+
+
 def reduce(model, mesh):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
@@ -168,7 +174,7 @@ def summed(model, mesh):
 
 
 one_axis = {"data": "batch"}
-ddp.contract = not_reduced.contract = ParallelContract()
+ddp.contract = adds.contract = not_reduced.contract = ParallelContract()
 by_hand.contract = ParallelContract(one_axis, gradients="sum", after_backward=reduce)
 summed.contract = ParallelContract(one_axis, after_backward=reduce)
 
@@ -348,6 +354,32 @@ def test_wrong_gradient_norm_is_named(check: Any) -> None:
     assert "embedding.weight first" in counted_twice.cause
     assert "counted 2 times" in counted_twice.cause
     assert "each rank clips" in clipped_locally.cause
+
+
+class CachingModel(zoo.FrozenModel):
+    """A model whose forward changes the shape of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1))
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.table = torch.ones(5)
+        return super().forward(values)
+
+
+def test_buffer_that_forward_resizes_is_not_compared(check: Any) -> None:
+    """A function gathers the tensors of the model as built. The buffer now has another shape."""
+    [parity] = check(2, "ddp", name="frozen", model=CachingModel)
+    assert parity.status == "equal", parity
+    assert parity.not_compared == ["table"]
+
+
+def test_parameter_that_parallelize_adds_is_named(check: Any) -> None:
+    """The gradients of the other parameters are equal, until the new one has changed."""
+    [parity] = check(2, "adds")
+    assert parity.status == "different"
+    assert "adds blocks.0.shift, which is trained, too" in parity.cause
 
 
 def test_colwise_instead_of_rowwise_is_named(check: Any) -> None:

@@ -438,8 +438,20 @@ def casts(model: Any, mesh: Any) -> Any:
     return ddp(model, mesh)
 
 
+def changes_buffer(model: Any, mesh: Any) -> Any:
+    model.blocks[0].get_buffer("scale").add_(1.0)
+    return ddp(model, mesh)
+
+
+def model_with_buffer() -> nn.Module:
+    """Return a model with a buffer in the first block."""
+    model = Model(Mlp())
+    model.blocks[0].register_buffer("scale", torch.ones(1))
+    return model
+
+
 def test_changes_of_parameters_by_parallelize_are_named(compare: Any) -> None:
-    """Parallelize changes requires_grad, initial values or the dtype of a parameter."""
+    """Parallelize changes requires_grad, initial values or the dtype of a parameter, or a buffer."""
     mesh = {"data": 2}
     parity = compare(lambda: Model(Mlp(), Mlp()), freezes, mesh)
     assert parity.first_divergence == "update 0, gradient of blocks.0.up.weight (float64)"
@@ -452,6 +464,9 @@ def test_changes_of_parameters_by_parallelize_are_named(compare: Any) -> None:
     assert "changes the values of blocks.0.down.weight" in cause_of(parity)
     cause = cause_of(compare(lambda: Model(Mlp()), casts, mesh))
     assert "norm.weight: float64 in the model as built, but bfloat16" in cause
+    cause = cause_of(compare(model_with_buffer, changes_buffer, mesh))
+    assert cause.endswith("changes the buffer blocks.0.scale")
+    assert "random numbers" not in cause
 
 
 def test_different_replicas_are_named(compare: Any) -> None:

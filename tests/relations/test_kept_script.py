@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from everyrank.cli import main
-from everyrank.errors import UsageError
+from everyrank.errors import CannotRunError, UsageError
 from everyrank.parity.kept import compare_kept
 from everyrank.relations.kept_script import trace_in_host
-from everyrank.rerun import ScriptHost
+from everyrank.rerun import RankRecording, RecordedUpdate, ScriptHost, ScriptRecording
 
 TRAINING = """
 import time
@@ -91,6 +94,30 @@ def test_script_that_is_not_reproducible_is_refused(host: ScriptHost, tmp_path: 
     """A script whose two runs differ cannot be saved."""
     with pytest.raises(UsageError, match=r"two runs .* differ: the loss of update 0"):
         trace_changed_script(host, tmp_path, "manual_seed(0)", "manual_seed(time.time_ns())")
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        ([[1.0, math.nan], [1.0, math.nan]], "the loss of update 1 is NaN"),
+        ([[1.0], []], "rank 1 has not made an optimizer step"),
+        ([[], []], "no rank has made an optimizer step"),
+    ],
+)
+def test_script_without_comparable_losses_is_refused(losses: list[list[float]], message: str) -> None:
+    """Two losses of NaN are no sign of random numbers without a seed."""
+    tensors = [{"weight": torch.ones(2)} for _ in range(3)]
+    ranks = [
+        RankRecording(
+            [RecordedUpdate([loss], [], "train.py:30", *tensors, [0.1], 1, {}) for loss in losses_of_rank],
+            *([], "", {}, {}, [], [], {}),
+        )
+        for losses_of_rank in losses
+    ]
+    recording = ScriptRecording(tuple(ranks), "", "", 0.0, Path(), float64=True)
+    host: Any = SimpleNamespace(run_in_float64=lambda *_, **__: recording)
+    with pytest.raises(CannotRunError, match=message):
+        trace_in_host(host, [__file__], 2, 8)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from everyrank.audit.finding import Findings
-from everyrank.relations.printed import judge_printed
+from everyrank.relations.lines import _relation
+from everyrank.relations.numbers import constant_factor, relative_difference, tolerance_of
+from everyrank.relations.printed import _margin, judge_printed
 from everyrank.relations.samples import judge_uneven_passes
 from everyrank.rerun import Imposed, Printed, RankRecording, ScriptRecording
 
@@ -109,3 +113,45 @@ def test_printed_numbers_are_not_compared_if_evaluation_draws_random_numbers() -
     judge_printed(two_rank_recording, one_rank, rank_0_only, lambda imposed: run_of(rank_0_only), 3, 1e-7, findings)
     assert findings == []
     assert findings.unchecked == ["numbers of train.py:9: its evaluation draws random numbers"]
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "margin"),
+    [
+        ("loss 0.25", 0.25, 0.0101),
+        ("loss 3.20e-05", 3.2e-5, 1.01e-7),
+        ("loss 1e-05, 2 epochs", 1e-5, 1.01e-5),
+        ("loss -1.5E+03.", -1500.0, 101.0),
+        ("loss .5", 0.5, 0.101),
+        ("7 images", 7.0, 0.5),
+        ("7. images", 7.0, 0.5),
+    ],
+)
+def test_margin_is_the_last_digit_of_a_printed_number(text: str, number: float, margin: float) -> None:
+    """Numbers with an exponent have a last digit, too. A margin of 0.5 would make all small numbers equal."""
+    assert _margin(text, number, 1e-6) == (pytest.approx(margin), 1e-6)
+
+
+def test_nan_or_infinity_hides_no_difference_of_other_elements() -> None:
+    """A state may have such elements, such as the largest value so far or a mask."""
+    inf, nan = math.inf, math.nan
+    for special in (nan, inf, -inf):
+        first = torch.tensor([special, 1.0, 2.0])
+        assert relative_difference(first, first.clone()) == 0.0
+        assert relative_difference(torch.tensor([special, 1.0, 2.5]), first) == pytest.approx(0.5 / 5**0.5)
+        assert relative_difference(torch.tensor([0.0, 1.0, 2.0]), first) == inf
+        assert relative_difference(first, torch.tensor([0.0, 1.0, 2.0])) == inf
+    assert relative_difference(torch.tensor([inf, 1.0]), torch.tensor([-inf, 1.0])) == inf
+
+
+def test_imaginary_parts_are_compared() -> None:
+    """Layers in the frequency domain have complex parameters. A model may have no others."""
+    first = torch.tensor([1 + 1j, 2.0], dtype=torch.complex64)
+    assert relative_difference(first + torch.tensor([4j, 0]), first) == pytest.approx(4 / 6**0.5)
+    assert relative_difference(first.real, first) == pytest.approx(1 / 6**0.5)
+    assert relative_difference(first.conj().conj(), first) == 0.0
+    assert constant_factor([(3 * first, first)]) == pytest.approx(3.0)
+    assert constant_factor([(1j * first, first)]) is None
+    assert (tolerance_of([first]), tolerance_of([first.to(torch.complex128)])) == (5e-4, 1e-6)
+    assert _relation([first, 3 * first], 2 * first, 1e-6) == "mean"
+    assert _relation([first, first * 1j], first, 1e-6) == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,25 @@ def test_first_difference_after_resume_is_reported(
     (finding,) = findings
     assert expected in finding.text
     assert (finding.rule, finding.location, finding.other_lines) == ("resume.differs", "train.py:3", ("train.py:12",))
+
+
+def test_samples_of_single_numbers_are_compared_after_resume() -> None:
+    """Such a batch is a list of tensors with one number for each sample, for example users and products."""
+    runs = [recording(UNINTERRUPTED, 0), recording([update(1.0, 0.1, 2.0, 3.0)], 5, {"loads": ["train.py:3"]})]
+    for run in runs:
+        run.batches[:] = [(key, [torch.arange(2), rows[0]], before) for key, rows, before in run.batches]
+    findings = Findings()
+    judge_resumed(runs[0], runs[1], 1, "train.py:12", findings)
+    assert "different samples are read" in findings[0].text
+
+
+def test_learning_rate_of_the_group_that_differs_is_shown() -> None:
+    """Other parameter groups may have equal learning rates."""
+    expected, resumed = (dataclasses.replace(update(1.0, 0.1, 2.0), rates=[0.1, rate]) for rate in (0.001, 0.01))
+    findings = Findings()
+    facts = {"loads": ["train.py:3"]}
+    judge_resumed(recording([expected] * 2, 0), recording([resumed], 1, facts), 1, "train.py:12", findings)
+    assert "the learning rate is 0.01 instead of 0.001" in findings[0].text
 
 
 def test_resume_arguments_are_split_like_in_a_shell() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from everyrank.audit.finding import Findings
-from everyrank.relations.samples import judge_equal_columns, judge_skipped_batches
+from everyrank.relations.samples import judge_equal_columns, judge_skipped_batches, samples_of_batch
 
 
 def recording(*ranks: list[list[torch.Tensor]]) -> Any:
@@ -60,6 +61,22 @@ def test_random_column_that_is_equal_on_all_ranks_is_reported(
     findings = Findings()
     judge_equal_columns(recording(first_rank, second_rank), findings)
     assert [finding.rule for finding in findings] == rules
+
+
+def test_images_without_objects_have_no_rows_to_compare() -> None:
+    """The boxes of an image without objects are a tensor without rows."""
+    findings = Findings()
+    ranks = [[[torch.zeros(0, 4), *tensors] for tensors in batches(seed, 7)] for seed in (1, 2)]
+    judge_equal_columns(recording(*ranks), findings)
+    assert [finding.rule for finding in findings] == ["random.equal-draws"]
+
+
+def test_samples_in_bfloat16_are_identified() -> None:
+    """numpy has no such type."""
+    batch = torch.tensor([[1.0, 2.0], [3.0, 4.0], [1.0, 2.0]], dtype=torch.bfloat16)
+    first, second, third = samples_of_batch([torch.arange(3), batch])
+    assert first == third != second
+    assert samples_of_batch(batch.float()) == [zlib.crc32(row.numpy().tobytes()) for row in batch.float()]
 
 
 def two_epochs(

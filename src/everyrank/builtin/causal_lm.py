@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everyrank.builtin.classify import check_dropout
+from everyrank.builtin.classify import check_at_least_one, check_dropout
 from everyrank.builtin.text import text
 from everyrank.errors import CannotRunError, WorkloadError
 from everyrank.workload import Workload
@@ -260,9 +260,7 @@ def workload(
     check_dropout(dropout)
     if family not in FAMILIES:
         raise WorkloadError(f"--set family={family}: give one of {', '.join(FAMILIES)}")
-    for name, value in (("num_blocks", num_blocks), ("width", width), ("heads", heads)):
-        if value < 1:
-            raise WorkloadError(f"--set {name}={value}: give at least 1")
+    check_at_least_one(num_blocks=num_blocks, width=width, heads=heads)
     if width % (2 * heads):
         raise WorkloadError(f"--set width={width} heads={heads}: give a width that is a multiple of {2 * heads}")
     model_parts = from_transformers(_config(family, num_blocks, width, heads, tied, dropout))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from everyrank.builtin import ResNet
-from everyrank.builtin.classify import check_depth, classify, data_folder
+from everyrank.builtin.classify import check_at_least_one, check_depth, classify, data_folder
 from everyrank.datasets import Images, read_cifar
 from everyrank.datasets.transforms import crop_with_padding, flip, normalise
 from everyrank.workload import Workload
@@ -47,6 +47,7 @@ def _workload(
 ) -> Workload:
     name = f"cifar{classes}"
     check_depth(depth)
+    check_at_least_one(width=width)
     expected = (
         f"the files of cifar-{classes}-python.tar.gz or cifar-{classes}-binary.tar.gz, unpacked, "
         "from https://www.cs.toronto.edu/~kriz/cifar.html"

@@ -18,6 +18,7 @@ from everyrank.workload import Workload
 
 __all__ = [
     "best_class",
+    "check_at_least_one",
     "check_depth",
     "check_dropout",
     "classification_loss",
@@ -47,6 +48,13 @@ def top5(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 def best_class(output: Tensor) -> Tensor:
     """Return the likeliest class of each image: (B, classes) -> (B,)."""
     return output.argmax(1)
+
+
+def check_at_least_one(**settings: int) -> None:
+    """Raise `WorkloadError` for a setting below 1."""
+    for name, value in settings.items():
+        if value < 1:
+            raise WorkloadError(f"--set {name}={value}: give at least 1")
 
 
 def check_depth(depth: int) -> None:
@@ -90,6 +98,14 @@ def classify(
     """Return a workload that trains `model` with SGD and momentum; `warmup` and `milestones` are in epochs."""
     if isinstance(milestones, int | float):
         milestones = (milestones,)
+    check_at_least_one(batch=batch, epochs=epochs)
+    if not 0 <= warmup < epochs:
+        raise WorkloadError(f"--set warmup={warmup:g}: give a number of epochs from 0 to below {epochs}")
+    if milestones is not None and schedule != "multistep":
+        raise WorkloadError(f"--set milestones with schedule={schedule}: only schedule=multistep has milestones")
+    if milestones is not None and not all(0 < milestone < epochs for milestone in milestones):
+        numbers = ",".join(f"{milestone:g}" for milestone in milestones)
+        raise WorkloadError(f"--set milestones={numbers}: give epochs between 0 and {epochs}")
     parts = tuple(milestone / epochs for milestone in milestones) if milestones is not None else MILESTONES
     updates_an_epoch = updates_per_epoch(len(train_data()), batch)
 

@@ -7,7 +7,10 @@ import itertools
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["ConvNet"]
+__all__ = ["NUM_GROUPS", "ConvNet"]
+
+NUM_GROUPS = 4
+"""Groups of channels of `norm="group"`."""
 
 
 class ConvNet(nn.Module):
@@ -43,7 +46,7 @@ class ResidualBlock(nn.Module):
         super().__init__()
         # no bias: the norm that follows would take it out again
         self.convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(after) if norm == "batch" else nn.GroupNorm(4, after)
+        self.norm = nn.BatchNorm2d(after) if norm == "batch" else nn.GroupNorm(NUM_GROUPS, after)
 
     def forward(self, features: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C', H / stride, W / stride)."""

@@ -16,7 +16,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from everyrank.builtin import ConvNet
-from everyrank.builtin.classify import best_class, check_dropout, classification_loss, count_correct
+from everyrank.builtin.classify import (
+    best_class,
+    check_at_least_one,
+    check_dropout,
+    classification_loss,
+    count_correct,
+)
+from everyrank.builtin.convnet import NUM_GROUPS
 from everyrank.errors import WorkloadError
 from everyrank.workload import Workload
 
@@ -51,6 +58,9 @@ def workload(
     check_dropout(dropout)
     if norm not in ("batch", "group"):
         raise WorkloadError(f"--set norm={norm}: give batch or group")
+    check_at_least_one(width=width)
+    if norm == "group" and width % NUM_GROUPS:
+        raise WorkloadError(f"--set norm=group width={width}: give a width that is a multiple of {NUM_GROUPS}")
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)

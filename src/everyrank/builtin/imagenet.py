@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from everyrank.builtin import ResNet
-from everyrank.builtin.classify import check_depth, classify, data_folder
+from everyrank.builtin.classify import check_at_least_one, check_depth, classify, data_folder
 from everyrank.datasets import ImageFolder, TarShards
 from everyrank.datasets.folder import read_image
 from everyrank.datasets.transforms import (
@@ -63,6 +63,7 @@ def workload(
     `warmup` and `milestones` are in epochs; `broken` is error or skip; `classes` and `order` are for tar files.
     """
     check_depth(depth)
+    check_at_least_one(size=size, width=width)
     path = data_folder(data, "imagenet", IMAGENET_EXPECTED)
 
     def augmented(image: Image) -> Tensor:
@@ -95,7 +96,11 @@ def workload(
     @functools.cache
     def num_classes() -> int:
         trained = train_data()
-        return classes or (len(trained.classes) if isinstance(trained, ImageFolder) else 1000)
+        folders = len(trained.classes) if isinstance(trained, ImageFolder) else 0
+        if classes < 0 or 0 < classes < folders:
+            what = f"{path / 'train'} has {folders} folders of classes; " if folders else ""
+            raise WorkloadError(f"--set classes={classes}: {what}give at least {max(folders, 1)}, or leave it out")
+        return classes or folders or 1000
 
     return classify(
         "imagenet",

@@ -163,7 +163,14 @@ def load_reference(name: str) -> tuple[Trace, dict[str, Any]] | None:
     run = Trace(metadata["losses"], metadata["counts"], evaluation, finals, True, moved=metadata["moved"])
     fields = {
         key: metadata[key]
-        for key in ("loss_floors", "floors", "is_truncated", "reversed_differences", "evaluation_floors")
+        for key in (
+            "loss_floors",
+            "floors",
+            "is_truncated",
+            "reversed_differences",
+            "evaluation_floors",
+            "loss_scale",
+        )
     }
     return run, {
         **fields,
@@ -191,6 +198,7 @@ def save_reference(name: str, run: Trace, fields: dict[str, Any]) -> None:
         "is_truncated": fields["is_truncated"],
         "reversed_differences": fields["reversed_differences"],
         "evaluation_floors": fields["evaluation_floors"],
+        "loss_scale": fields["loss_scale"],
         "segments": encode_segments(fields["segments"]),
     }
     path = folder / name

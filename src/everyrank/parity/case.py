@@ -226,15 +226,31 @@ def _drop_dropout(model: nn.Module) -> nn.Module:
 
 
 def _without_dropout(model: nn.Module) -> int:
-    """Set every dropout to 0. Return the number of changed modules."""
-    changed = 0
+    """Set every dropout to 0, also probabilities of functions. Return the number of changed modules."""
+    num_changed = 0
     for module in model.modules():
-        for name in ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else ("dropout",):  # pyright: ignore[reportPrivateUsage]
-            value = getattr(module, name, None)
-            if isinstance(value, float) and value > 0:
-                setattr(module, name, 0.0)
-                changed += 1
-    return changed
+        names = [
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, float) and value > 0 and _is_dropout(module, name)
+        ]
+        for name in names:
+            setattr(module, name, 0.0)
+        num_changed += bool(names)
+    return num_changed
+
+
+def _is_dropout(module: nn.Module, attribute: str) -> bool:
+    """Whether an attribute is a probability of dropout.
+
+    For example `Dropout.p`, `LSTM.dropout`, `LlamaAttention.attention_dropout` of transformers, `DropPath.drop_prob` of
+    timm, or `StochasticDepth.p` of torchvision.
+    """
+    is_dropout_module = (
+        isinstance(module, nn.modules.dropout._DropoutNd)  # pyright: ignore[reportPrivateUsage]
+        or type(module).__name__ == "StochasticDepth"
+    )
+    return "drop" in attribute.lower() or (attribute == "p" and is_dropout_module)
 
 
 def with_gradient_update(workload: Workload) -> Workload:

@@ -134,12 +134,14 @@ def _compare(case: ParityCase, single: str, precision: str, run: Trace | None) -
 
 
 def _not_a_number(error: NotFiniteError, case: ParityCase, layout: Layout, world: World, checks: list[str]) -> Parity:
-    """Return the parity for NaN from a buffer that is read before `wait()`. Other errors are raised. A collective."""
+    """Return the parity of a layout whose loss is NaN or infinite, which that of one device is not. A collective."""
     single = str(single_like(case, layout, layout.precision, world.size))
-    cause = read_before_wait(case, layout, world, case.segments[single][0][0])
+    cause, location = read_before_wait(case, layout, world, case.segments[single][0][0]), "update 0, loss (NaN)"
     if not cause:
-        raise error
-    return Parity("different", bitwise=False, first_divergence="update 0, loss (NaN)", cause=cause, checks=checks)
+        where = "in one process" if case.reference is None else f"under {case.reference}"
+        update, _, reason = str(error).partition(": ")
+        location, cause = f"{update}, loss ({layout.precision})", f"{reason}; {where} the loss is finite"
+    return Parity("different", bitwise=False, first_divergence=location, cause=cause, checks=checks)
 
 
 def _parity_with_cause(

@@ -61,7 +61,7 @@ def compare(reference: Reference, run: Trace, precision: str) -> Comparison:
     single = reference.trace
     base, factor = LOSS_BASE[precision], LOSS_FACTOR[precision]
     tolerances = [max(base, factor * floor) for floor in reference.loss_floors]
-    differences = [relative(a, b) for a, b in zip(single.losses, run.losses, strict=True)]
+    differences = [relative(a, b, reference.loss_scale) for a, b in zip(single.losses, run.losses, strict=True)]
     divergence = (
         _count_difference(reference, run)
         or _single_differs_from_itself(reference, precision)
@@ -158,7 +158,8 @@ def _loss_difference(reference: Reference, differences: list[float], tolerances:
 def _replica_difference(run: Trace) -> _Divergence | None:
     if run.replicas_equal:
         return None
-    return _Divergence("replicas", "the replicas, bit by bit", None, None, len(run.losses) - 1)
+    names = f" of {_name_list(run.unequal_replicas)}" if run.unequal_replicas else ""
+    return _Divergence("replicas", f"the replicas{names}, bit by bit", None, None, len(run.losses) - 1)
 
 
 def _tensor_difference(reference: Reference, run: Trace, precision: str) -> _Divergence | None:
@@ -196,12 +197,12 @@ def tensor_tolerance(reference: Reference, number: int, name: str, tensor: Tenso
 
 
 def largest(tensor: Tensor) -> float:
-    """Return the magnitude of the largest finite element, at least 1e-300; NaN if there is a NaN."""
+    """Return the magnitude of the largest finite element, at least 1e-300."""
     if not tensor.numel():
         return 1e-300
     # aminmax avoids a copy in float64, and one of magnitudes
     magnitude = max(*map(abs, map(float, tensor.aminmax())), 1e-300)
-    return largest(tensor[tensor.isfinite()]) if magnitude == math.inf else magnitude
+    return magnitude if math.isfinite(magnitude) else largest(tensor[tensor.isfinite()])
 
 
 def _describe_tensors(reference: Reference, run: Trace, precision: str) -> str:
@@ -235,7 +236,7 @@ def _evaluation_difference(reference: Reference, run: Trace, precision: str) -> 
             continue
         base = _EVALUATION_BASE if name == "loss" else _METRIC_BASE
         tolerance = max(base, grown_rounding, 100 * reference.evaluation_floors.get(name, 0.0))
-        difference = relative(total, run_total)
+        difference = relative(total, run_total, reference.loss_scale * count if name == "loss" else 0.0)
         # for counts such as correct predictions, rounding may decide a tie differently
         is_a_tie = name != "loss" and total.is_integer() and abs(total - run_total) <= max(1.0, 1e-3 * count)
         if not (difference <= tolerance or is_a_tie):

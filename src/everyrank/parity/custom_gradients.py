@@ -165,8 +165,8 @@ def cause_after_gradients(case: ParityCase, layout: Layout, world: World, not_co
     `not_compared` are the tensors whose gradients could not be compared.
     """
     code = find_custom_parallelize(layout, world.size)
-    cause = ""
-    if code.contract.clip_grad_norm is not None and case.workload.clip_norm is not None:
+    cause = _added_parameters(case, layout, world, code)
+    if not cause and code.contract.clip_grad_norm is not None and case.workload.clip_norm is not None:
         cause = _cause_in_clipping(case, layout, world, code)
     if not cause and not_compared:
         return (
@@ -175,6 +175,24 @@ def cause_after_gradients(case: ParityCase, layout: Layout, world: World, not_co
             "gather(model, mesh) that returns whole tensors"
         )
     return cause or OPTIMIZER_DIFFERS
+
+
+def _added_parameters(case: ParityCase, layout: Layout, world: World, code: CustomParallelize) -> str:
+    """Name trained parameters that `parallelize` adds to those of the model as built; "" for none. A collective."""
+    with wrap_user_errors():
+        prepared = prepare(case.workload, dataclasses.replace(layout, precision="float64"), world)
+    built = {name for name, _ in case.build_for_inspection().named_parameters(remove_duplicate=False)}
+    trained = {
+        clean_name(name): parameter.requires_grad
+        for name, parameter in prepared.model.named_parameters(remove_duplicate=False)
+    }
+    added = [name for name, is_trained in trained.items() if is_trained and name not in built]
+    if not added or not built <= trained.keys():  # the function gives parameters other names
+        return ""
+    return (
+        f"the gradients of the model as built equal those of one device, but {code.path} adds {name_list(added)}, "
+        "which is trained, too: add it in model(), or freeze it"
+    )
 
 
 def _cause_in_clipping(case: ParityCase, layout: Layout, world: World, code: CustomParallelize) -> str:

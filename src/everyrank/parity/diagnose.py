@@ -24,7 +24,7 @@ from everyrank.parity.outputs import first_output_that_differs
 from everyrank.parity.probes import probe_evaluation, probe_update
 from everyrank.parity.reference import NOISE_FRACTION, Reference, relative, tensor_distance
 from everyrank.parity.rows import count_missing_rows
-from everyrank.parity.trace import Trace, distance, trace, trace_on_its_ranks
+from everyrank.parity.trace import Trace, distance, finite_change, trace, trace_on_its_ranks
 from everyrank.world import World, from_rank_0, single_process_world
 from everyrank.world.collectives import all_gather
 
@@ -43,6 +43,7 @@ _UNEQUAL_STEPS = (
     "do not receive the updated weights"
 )
 _FIRST_TENSOR = 1e-6  # difference relative to the update: well above rounding in the first update that differs
+_SMALLEST_DIFFERENCE = 1e-7  # relative to the distance moved: the tolerance of the comparison
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class _Evidence:
     output: str = ""
     gradients: str = ""
     state: StateChanges = field(default_factory=lambda: StateChanges(""))
+    loss_scale: float = 0.0
 
 
 def locate(case: ParityCase, layout: Layout, world: World, key: str, comparison: Comparison) -> tuple[str, str | None]:
@@ -110,10 +112,21 @@ def locate(case: ParityCase, layout: Layout, world: World, key: str, comparison:
         assert run is not None
         reference = reference_run or trace(case, single, single_process_world(world), segments, keep=True)
         all_rows = rows or [_flatten_rows(run.rows)]
+        noise = case.references.get(str(single))
         evidence = _Evidence(
-            case, layout, world, segments[0], reference, run, all_rows, output, gradients, state or StateChanges("")
+            case,
+            layout,
+            world,
+            segments[0],
+            reference,
+            run,
+            all_rows,
+            output,
+            gradients,
+            state or StateChanges(""),
+            noise.loss_scale if noise is not None else 0.0,
         )
-        return _diagnose(evidence, comparison, case.references.get(str(single)), number, num_updates)
+        return _diagnose(evidence, comparison, noise, number, num_updates)
 
     first, cause = from_rank_0(world, f"{key}/diagnose", diagnose)
     return first, cause
@@ -130,7 +143,13 @@ def _diagnose(
     weight_cause = evidence.state.weight_cause()
     if weight_cause:
         return f"before any update, {next(iter({**evidence.state.weights, **evidence.state.copies}))}", weight_cause
-    first = _first_difference(evidence.reference.states, run.states, noise, number, run.not_compared)
+    states = evidence.reference.states, run.states
+    first = _first_difference(*states, noise, number, run.not_compared)
+    if first is None and comparison.category == "tensor":
+        first = _first_difference(*states, noise, number, run.not_compared, _SMALLEST_DIFFERENCE)
+    if first is None and comparison.category in ("replicas", "tensor"):
+        cause = _replica_cause(evidence) if comparison.category == "replicas" else GRADIENTS_DIFFER
+        return comparison.location, _with_state_changes(evidence, cause)
     if comparison.category == "count" or first is None or first[0] > done:
         return comparison.location, _with_state_changes(evidence, _loss_cause(evidence, done - 1))
     num_updates, names = first
@@ -140,6 +159,8 @@ def _diagnose(
     requires_grad_cause = evidence.state.requires_grad_cause(names)
     if requires_grad_cause:
         return f"{when}, {kind}{name}", requires_grad_cause
+    if not num_updates and all(name in evidence.state.buffers for name in names):
+        return f"{when}, {kind}{name}", evidence.state.dtype_and_buffer_cause()
     return f"{when}, {kind}{name}", _with_state_changes(evidence, _tensor_cause(evidence, num_updates, names))
 
 
@@ -245,20 +266,28 @@ def _sample_cause(evidence: _Evidence, index: int, subject: str) -> str | None:
 
 
 def _first_difference(
-    reference: list[_State], run: list[_State], noise: Reference | None, number: int, not_compared: Sequence[str]
+    reference: list[_State],
+    run: list[_State],
+    noise: Reference | None,
+    number: int,
+    not_compared: Sequence[str],
+    smallest: float = _FIRST_TENSOR,
 ) -> tuple[int, list[str]] | None:
-    """Return (number of updates done, names) of the first tensors that differ by more than rounding, or None."""
+    """Return (number of updates done, names) of the first tensors that differ by more than rounding, or None.
+
+    `smallest` is the smallest difference that counts, relative to the distance that the tensor has moved.
+    """
     for num_updates, (expected_state, state) in enumerate(zip(reference, run, strict=True)):
         names: list[str] = []
         for name, tensor in expected_state.items():
             if name in not_compared:
                 continue
             zero_gradient_masks = noise.zero_gradient_masks.get(name) if noise is not None else None
-            moved = distance(reference[0][name], tensor)
+            moved = finite_change(reference[0].get(name), tensor)
             floor = noise.floors[number].get(name, 0.0) if noise is not None else 0.0
             if moved and floor > NOISE_FRACTION * moved:
                 continue  # rounding alone moves it
-            tolerance = max(_FIRST_TENSOR * moved, 1e-12 * largest(tensor), 10 * floor)
+            tolerance = max(smallest * moved, 1e-12 * largest(tensor), 10 * floor)
             if not (name in state and tensor_distance(tensor, state[name], zero_gradient_masks) <= tolerance):
                 names.append(name)
         if names:
@@ -272,13 +301,13 @@ def _tensor_cause(evidence: _Evidence, num_updates: int, names: Sequence[str]) -
         return "the ranks did not start from the same weights: the model is built from random numbers without a seed"
     index, reference, run = num_updates - 1, evidence.reference, evidence.run
     size = evidence.world.size - evidence.layout.servers
-    if relative(reference.losses[index], run.losses[index]) > 1e-8:
+    if relative(reference.losses[index], run.losses[index], evidence.loss_scale) > 1e-8:
         return _loss_cause(evidence, index)
     buffer_cause = _buffer_cause(evidence, names)
     if buffer_cause is not None:
         return buffer_cause
     if not run.replicas_equal:
-        return f"the ranks have different weights: {evidence.gradients or _UNEQUAL_STEPS}"
+        return _replica_cause(evidence)
     if evidence.layout.row.any_axes and evidence.case.compares_gradients:
         before, after = ((reference.states[number], run.states[number]) for number in (index, num_updates))
         code, model = find_custom_parallelize(evidence.layout, size), evidence.case.build_for_inspection()
@@ -300,6 +329,19 @@ def _tensor_cause(evidence: _Evidence, num_updates: int, names: Sequence[str]) -
             "the global count"
         )
     return GRADIENTS_DIFFER
+
+
+def _replica_cause(evidence: _Evidence) -> str:
+    """Return the likely cause of replicas that differ between the ranks."""
+    names = evidence.run.unequal_replicas
+    buffers = {name: module for module, name in _buffers(evidence.case.build_for_inspection())}
+    if not names or not all(name in buffers for name in names):
+        return f"the ranks have different weights: {evidence.gradients or _UNEQUAL_STEPS}"
+    return (
+        f"the parameters are equal on all ranks, but buffers are not ({name_list(names)}): "
+        f"{type(buffers[names[0]]).__name__} writes {names[0]} in forward, from values of one rank only; all-reduce "
+        "the values that it is computed from"
+    )
 
 
 def _buffer_cause(evidence: _Evidence, names: Sequence[str]) -> str | None:
@@ -388,7 +430,8 @@ def _update_ratio(reference: list[_State], run: list[_State]) -> float:
     """Return the size of the update of `run` relative to `reference`, by least squares over floating-point tensors."""
     product = square = 0.0
     for name, before in reference[0].items():
-        if before.is_floating_point() and "running_" not in name:
+        is_parameter = before.is_floating_point() and "running_" not in name
+        if is_parameter and before.shape == reference[1][name].shape:  # a buffer may change its shape
             expected_update = (reference[1][name] - before).double()
             update = (run[1][name] - run[0][name]).double()
             product += float((expected_update * update).sum())

@@ -63,7 +63,10 @@ def make_trace(case: ParityCase, world: World, command: list[str]) -> dict[str, 
         "losses": trace.losses,
         "counts": trace.counts,
         "loss_tolerances": [
-            max(LOSS_BASE["float64"], LOSS_FACTOR["float64"] * floor) for floor in reference.loss_floors
+            # relative to the loss itself, also where the floor is relative to a larger scale
+            max(LOSS_BASE["float64"], LOSS_FACTOR["float64"] * floor)
+            * max(1.0, reference.loss_scale / max(abs(loss), 1e-300))
+            for floor, loss in zip(reference.loss_floors, trace.losses, strict=True)
         ],
         "evaluation": {name: list(pair) for name, pair in trace.evaluation.items()},
         "initial": {name: elements(value) for name, value in initial.items()},

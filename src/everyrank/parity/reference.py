@@ -41,6 +41,7 @@ __all__ = [
 
 # largest distance of perturbed runs of `single` in the loss at which layouts are still compared
 _LIMITS = {"float64": 1e-12, "float32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
+_LOSS_SCALE = 1e-3  # of the largest loss and of the largest gradient; rounding of a loss is far smaller
 MAX_REVERSED_DIFFERENCE = 1e-8  # float64, equal weights, samples in reverse; rounding is far smaller
 # a gradient below this fraction of the largest one is zero except for rounding
 _ZERO_GRADIENT = {"float64": 1e-11, "float32": 1e-6}
@@ -54,6 +55,7 @@ _CACHED_FIELDS = (
     "is_truncated",
     "reversed_differences",
     "evaluation_floors",
+    "loss_scale",
 )  # the fields in cache files, in addition to the run
 _PERTURBED: dict[str, list[dict[str, Any]]] = {
     "float64": [{"reverse": True}, {"jitter": 1}],
@@ -74,6 +76,7 @@ class Reference:
     is_truncated        whether rounding has grown too much to compare all updates
     evaluation_floors   for the loss and each metric: the largest distance of a perturbed run's sum, relative
     reversed_differences   for each segment: relative difference of the first loss when the samples are reversed
+    loss_scale    losses below it are compared relative to it, because their terms cancel; see `_loss_scale`
     name          the layout that was run: `single` or its substitute
     """
 
@@ -85,6 +88,7 @@ class Reference:
     is_truncated: bool = False
     reversed_differences: tuple[float, ...] = ()
     evaluation_floors: dict[str, float] = field(default_factory=dict[str, float])
+    loss_scale: float = 0.0
     name: str = "single"
 
     @property
@@ -255,7 +259,10 @@ def make_reference(single: Trace, perturbed: Sequence[Trace], segments: Segments
                     f"update {index}: the loss of single in {precision} is {loss}, so no layout can be compared with it"
                 )
     zero_gradient_masks = _zero_gradient_masks(single.gradients, precision)
-    distances = iter([max(relative(a, other.losses[i]) for other in perturbed) for i, a in enumerate(single.losses)])
+    scale = _loss_scale(single)
+    distances = iter(
+        [max(relative(a, other.losses[i], scale) for other in perturbed) for i, a in enumerate(single.losses)]
+    )
     loss_floors: list[float] = []
     for segment in segments:
         loss_floors += itertools.accumulate(itertools.islice(distances, len(segment)), max)
@@ -269,10 +276,17 @@ def make_reference(single: Trace, perturbed: Sequence[Trace], segments: Segments
         for n, final in enumerate(single.finals)
     ]
     starts = itertools.accumulate((len(segment) for segment in segments[:-1]), initial=0)
-    reversed_differences = tuple(relative(single.losses[start], perturbed[0].losses[start]) for start in starts)
+    reversed_differences = tuple(relative(single.losses[start], perturbed[0].losses[start], scale) for start in starts)
     evaluation_distances = {
-        name: max((relative(total, run.evaluation[name][0]) for run in perturbed if run.evaluation), default=0.0)
-        for name, (total, _) in single.evaluation.items()
+        name: max(
+            (
+                relative(total, run.evaluation[name][0], scale * count if name == "loss" else 0.0)
+                for run in perturbed
+                if run.evaluation
+            ),
+            default=0.0,
+        )
+        for name, (total, count) in single.evaluation.items()
     }
     return Reference(
         single,
@@ -282,7 +296,18 @@ def make_reference(single: Trace, perturbed: Sequence[Trace], segments: Segments
         zero_gradient_masks,
         reversed_differences=reversed_differences,
         evaluation_floors=evaluation_distances,
+        loss_scale=scale,
     )
+
+
+def _loss_scale(single: Trace) -> float:
+    """Return the size below which a loss is not compared relative to itself.
+
+    A loss whose terms cancel, such as -(ratio * advantage) with advantages of mean 0, is nothing but rounding. Its
+    gradients show how large its terms are.
+    """
+    gradients = (float(gradient.max()) for gradient in single.gradients.values() if gradient.numel())
+    return _LOSS_SCALE * max(0.0, *map(abs, single.losses), *filter(math.isfinite, gradients))
 
 
 def _zero_gradient_masks(gradients: dict[str, Tensor], precision: str) -> dict[str, Tensor]:
@@ -298,11 +323,11 @@ def tensor_distance(reference: Tensor, tensor: Tensor, zero_gradient_masks: Tens
     return distance(reference, tensor, zero_gradient_masks) if reference.shape == tensor.shape else float("inf")
 
 
-def relative(reference: float, value: float) -> float:
-    """Return the relative distance of `value` from `reference`; inf for NaN."""
+def relative(reference: float, value: float, scale: float = 0.0) -> float:
+    """Return the distance of `value` from `reference`, relative to `reference` or to a larger `scale`; inf for NaN."""
     if reference == value:
         return 0.0
-    difference = abs(value - reference) / max(abs(reference), 1e-300)
+    difference = abs(value - reference) / max(abs(reference), scale, 1e-300)
     return difference if difference == difference else float("inf")
 
 
@@ -313,10 +338,11 @@ def _has_no_updates(new_references: dict[str, Any], singles: dict[str, Layout]) 
     """
 
     def has_moved(reference: Reference) -> bool:
+        # a state_dict with names of its own has no entry for some parameters
         return any(
             moved[name] and not reference.is_noise(number, name)
             for number, moved in enumerate(reference.trace.moved)
-            for name in reference.trace.gradients
+            for name in reference.trace.gradients.keys() & moved.keys() or moved
         )
 
     precise = [reference for text, reference in new_references.items() if singles[text].precision == "float64"]

@@ -120,9 +120,7 @@ def _differences(workload: Workload, data: Any, world: World) -> list[str]:
     """Return an error if samples differ between ranks, for example because the dataset divides itself by rank."""
     if isinstance(data, Streamed | UnevenStreams) or world.size == 1:
         return []
-    chosen = sorted(
-        {round(index) for index in torch.linspace(0, len(data) - 1, min(_NUM_COMPARED, len(data))).tolist()}
-    )
+    chosen = spread_indices(len(data), _NUM_COMPARED)
     fingerprints: list[int] = []
     with wrap_user_errors():
         for index in chosen:
@@ -137,6 +135,12 @@ def _differences(workload: Workload, data: Any, world: World) -> list[str]:
                 "itself, or draws from generators without a fixed seed; return all of the data on every rank"
             ]
     return []
+
+
+def spread_indices(length: int, count: int) -> list[int]:
+    """Return at most `count` evenly spread indices of a sequence, with the first and the last one."""
+    # in whole numbers: in float32 the last index of 33 million samples is rounded up
+    return sorted({index * (length - 1) // max(1, count - 1) for index in range(count)} if length else set())
 
 
 def _expected(workload: Workload, data: Any, epoch: int) -> list[int]:

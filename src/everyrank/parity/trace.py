@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.loop import evaluate, run_updates, wrap_user_errors
+from everyrank.parallel.custom import clean_name
 from everyrank.parallel.file_backed import file_backed, put_into_file
 from everyrank.parallel.mesh import local_tensor, local_tensors
 from everyrank.parallel.precision import DTYPES
@@ -22,9 +24,9 @@ from everyrank.parity.rows import row_values
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import changed
 from everyrank.world import World, group_of_one, on_rank_0, single_process_world
-from everyrank.world.collectives import all_equal, sum_over_ranks
+from everyrank.world.collectives import all_equal, all_gather, fingerprint, sum_over_ranks
 
-__all__ = ["Trace", "trace", "trace_on_its_ranks"]
+__all__ = ["Trace", "distance", "finite_change", "trace", "trace_on_its_ranks"]
 
 # A sum over a whole batch overflows fp16 earlier than its parts, and a skipped update is not a rounding error. So the
 # comparison starts at a loss scale at which nothing overflows.
@@ -37,12 +39,13 @@ class Trace:
     """The results of one run: loss and global count of each update, evaluation, tensors.
 
     finals      the tensors at the end of each segment, on rank 0
-    moved       for each segment: the largest change of an element of each tensor
+    moved       for each segment: the largest finite change of an element of each tensor
     gradients   the largest magnitude that each element of a parameter's gradient had in any update
     states      the tensors before the first update and after each one, if they are kept; on rank 0
     rows        for each update, and then for each batch of the evaluation: a value for each sample that this rank
                 computed on, if they are recorded (see rows.py)
     not_compared   tensors that cannot be gathered, and are not in `finals` (custom parallelize functions)
+    unequal_replicas   names of the replicated tensors that are not identical on all ranks
     """
 
     losses: list[float]
@@ -55,6 +58,7 @@ class Trace:
     states: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
     rows: list[Tensor] = field(default_factory=list[Tensor])
     not_compared: tuple[str, ...] = ()
+    unequal_replicas: tuple[str, ...] = ()
 
 
 def trace(
@@ -80,14 +84,19 @@ def trace(
     recording_prepared = _record_rows(prepared, rows) if keep else prepared
     initial = prepared.full_state() if measure or keep else {}
     snapshot = prepared.trainable.snapshot() if len(segments) > 1 else {}
+    buffer_shapes = _buffer_shapes(prepared.model)
     states = [initial] if keep else []
     result = Trace([], [], {}, [], True, states=states, rows=rows, not_compared=tuple(prepared.not_compared))
     shares: list[Tensor] = []
     largest: dict[str, Tensor] = {}
+    unequal_replicas: list[str] = []
     replicas_equal = True
     for number, updates in enumerate(segments):
-        if number:
+        if number and _buffer_shapes(prepared.model) == buffer_shapes:
             prepared.trainable.restore(snapshot)
+        elif number:  # the snapshot has no buffer that forward has created
+            prepared = _prepare(case, layout, world, jitter)
+            recording_prepared = _record_rows(prepared, rows) if keep else prepared
         for share in run_updates(recording_prepared, case.train_data, updates, reverse):
             shares.append(share)
             if keep:
@@ -96,10 +105,17 @@ def trace(
                 _largest_gradients(prepared, largest)
         result.finals.append(prepared.full_state())
         # before the next segment restores the replicas
-        if prepared.are_replicas_equal:
-            replicas_equal = all_equal(local_tensors(prepared.replicated_tensors), prepared.world) and replicas_equal
+        if prepared.are_replicas_equal and not all_equal(local_tensors(prepared.replicated_tensors), prepared.world):
+            replicas_equal = False
+            unequal_replicas += _unequal_replicas(prepared)
         if measure:
-            result.moved.append({name: distance(initial[name], value) for name, value in result.finals[-1].items()})
+            result.moved.append(
+                {name: finite_change(initial.get(name), value) for name, value in result.finals[-1].items()}
+            )
+    if layout.row.any_axes:  # a custom parallelize function gathers the tensors of the model as built
+        shapes_now = _buffer_shapes(prepared.model)
+        new_buffers = [name for name, shape in shapes_now.items() if buffer_shapes.get(name) != shape]
+        result = dataclasses.replace(result, not_compared=(*result.not_compared, *new_buffers))
     totals = sum_over_ranks(torch.stack(shares), prepared.world)
     has_evaluation = case.eval_ends is not None and evaluates
     with group_of_one(prepared.world):  # a metric may call collectives
@@ -113,6 +129,7 @@ def trace(
         counts=totals[:, 1].tolist(),
         evaluation=evaluation,
         replicas_equal=replicas_equal,
+        unequal_replicas=tuple(dict.fromkeys(unequal_replicas)),
         gradients=gradients,
     )
 
@@ -148,6 +165,20 @@ def _jittered(model: nn.Module, step: float, seed: int) -> nn.Module:
     return model
 
 
+def _buffer_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {clean_name(name): tuple(buffer.shape) for name, buffer in model.named_buffers()}
+
+
+def _unequal_replicas(prepared: Prepared) -> list[str]:
+    """Return the names of the replicated tensors that are not identical on all ranks. A collective."""
+    model, tensors = prepared.model, prepared.replicated_tensors
+    names = {id(tensor): clean_name(name) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    local_fingerprints = torch.stack([fingerprint(tensor) for tensor in local_tensors(tensors)])
+    rows = torch.stack(all_gather(local_fingerprints, prepared.world))
+    is_unequal = (rows != rows[0]).any(0).tolist()
+    return [names[id(t)] for t, differs in zip(tensors, is_unequal, strict=True) if differs and id(t) in names]
+
+
 def _largest_gradients(prepared: Prepared, largest: dict[str, Tensor]) -> None:
     """Update the elementwise maximum of the rank's local gradients."""
     for name, parameter in prepared.model.named_parameters(remove_duplicate=False):
@@ -176,8 +207,9 @@ def _gather_gradients(prepared: Prepared, parts: dict[str, Tensor]) -> dict[str,
 
 
 def distance(reference: Tensor, tensor: Tensor, left_out: Tensor | None = None) -> float:
-    """Return the largest difference between elements of two tensors of equal shape, without `left_out`; inf for NaN.
+    """Return the largest difference between elements of two tensors of equal shape, without `left_out`.
 
+    Two NaN are equal, as are two equal infinities. If only one of two elements is NaN or infinite, it is inf.
     It works in chunks: in float64, two whole tensors and their difference would need three times the memory.
     """
     flat = [tensor.reshape(-1) for tensor in (reference, tensor)]
@@ -191,9 +223,21 @@ def distance(reference: Tensor, tensor: Tensor, left_out: Tensor | None = None) 
             differences = (expected.double() - values.double()).abs()
             largest = float(differences.max())
             if largest != largest:  # a NaN, or the difference of two equal infinities
-                largest = float(differences.where(expected != values, 0.0).max())
+                is_different = (expected != values) & ~(expected.isnan() & values.isnan())
+                largest = float(differences.where(is_different, 0.0).max())
             largest_difference = max(largest_difference, largest if largest == largest else float("inf"))
     return largest_difference
+
+
+def finite_change(before: Tensor | None, after: Tensor) -> float:
+    """Return how far the finite elements of a tensor moved; 0 for a buffer that is new or has a new shape.
+
+    For example, a buffer with the largest value so far begins at -inf.
+    """
+    if before is None or before.shape != after.shape:
+        return 0.0
+    change = distance(before, after)
+    return change if math.isfinite(change) else distance(before, after, ~(before.isfinite() & after.isfinite()))
 
 
 def _record_rows(prepared: Prepared, rows: list[Tensor]) -> Prepared:

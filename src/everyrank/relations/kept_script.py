@@ -7,6 +7,7 @@ between the two runs are not reproducible: such printed numbers are left out, an
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
 import re
@@ -19,7 +20,7 @@ from typing import Any
 from everyrank.audit.script import find_script
 from everyrank.errors import CannotRunError, UsageError
 from everyrank.parity.kept import FORMAT, elements
-from everyrank.relations.numbers import tolerance_of
+from everyrank.relations.numbers import as_reals, tolerance_of
 from everyrank.relations.samples import tensors_of_batch
 from everyrank.rerun import Imposed, RankRecording, ScriptHost, ScriptRecording
 
@@ -51,10 +52,19 @@ def trace_in_host(host: ScriptHost, python_args: Sequence[str], processes: int, 
         if run.failure:
             raise CannotRunError(f"the script does not run to its end: {run.failure}")
         runs.append(run)
-    if not all(rank.updates for rank in runs[0].ranks):
-        raise CannotRunError("no rank has made an optimizer step, so there is nothing to save")
+    without_updates = [number for number, rank in enumerate(runs[0].ranks) if not rank.updates]
+    if without_updates:
+        ranks_text = (
+            "no rank has" if len(without_updates) == len(runs[0].ranks) else f"rank {without_updates[0]} has not"
+        )
+        raise CannotRunError(f"{ranks_text} made an optimizer step, so there is nothing to compare")
     trace, second_trace = (_trace(run, python_args) for run in runs)
     for update, (first_loss, second_loss) in enumerate(zip(trace["losses"], second_trace["losses"], strict=False)):
+        if math.isnan(first_loss) and math.isnan(second_loss):
+            raise CannotRunError(
+                f"the loss of update {update} is NaN, so nothing can be compared with it; find the cause first: "
+                "torch.autograd.set_detect_anomaly(True)"
+            )
         if first_loss != second_loss:
             raise UsageError(
                 f"two runs of this script differ: the loss of update {update} is {first_loss:.9g}, then "
@@ -133,9 +143,8 @@ def _data_checksum(ranks: Sequence[RankRecording]) -> str:
         for _, batch, _ in rank.batches[:_BATCHES]:
             for tensor in tensors_of_batch(batch):
                 if tensor.dim():
-                    rows = (
-                        tensor.detach().double().flatten(1) if tensor.dim() > 1 else tensor.detach().double()[:, None]
-                    )
+                    numbers = as_reals(tensor.detach())
+                    rows = numbers.flatten(1) if numbers.dim() > 1 else numbers[:, None]
                     sums = zip(rows.sum(1).tolist(), rows.abs().sum(1).tolist(), strict=True)
                     content.update(
                         " ".join(sorted(f"{row_sum:.4e} {absolute_sum:.4e}" for row_sum, absolute_sum in sums)).encode()

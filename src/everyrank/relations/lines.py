@@ -6,7 +6,7 @@ import collections
 import dataclasses
 from typing import Any
 
-from everyrank.relations.numbers import relative_difference
+from everyrank.relations.numbers import as_reals, relative_difference
 from everyrank.rerun import RankRecording, ScriptRecording
 
 __all__ = ["DifferingLine", "ScaledLine", "first_differing", "first_scaled"]
@@ -123,7 +123,8 @@ def _counts(rank: RankRecording) -> collections.Counter[tuple[str, str]]:
 def _number(tensor: Any) -> float:
     import torch
 
-    return float(tensor.double()) if not tensor.dim() else float(torch.linalg.vector_norm(tensor.double()))
+    is_real_scalar = not tensor.dim() and not tensor.is_complex()
+    return float(tensor.double()) if is_real_scalar else float(torch.linalg.vector_norm(as_reals(tensor)))
 
 
 def _relation(rank_values: list[Any], single: Any, tolerance: float) -> str:
@@ -133,11 +134,11 @@ def _relation(rank_values: list[Any], single: Any, tolerance: float) -> str:
     if all(rank_value.shape == single.shape for rank_value in rank_values):
         if all(relative_difference(rank_value, single) < tolerance for rank_value in rank_values):
             return "same"
-        total = sum(rank_value.double() for rank_value in rank_values)
-        scale = float(max(torch.linalg.vector_norm(rank_value.double()) for rank_value in rank_values))
-        if relative_difference(total / len(rank_values), single, scale) < tolerance:
+        total = sum(as_reals(rank_value) for rank_value in rank_values)
+        scale = float(max(torch.linalg.vector_norm(as_reals(rank_value)) for rank_value in rank_values))
+        if relative_difference(total / len(rank_values), as_reals(single), scale) < tolerance:
             return "mean"
-        if relative_difference(total, single, scale) < tolerance:
+        if relative_difference(total, as_reals(single), scale) < tolerance:
             return "sum"
         return ""
     if len(rank_values[0].shape) == len(single.shape):

@@ -14,7 +14,7 @@ from everyrank.rerun import Imposed, Printed, RankRecording, ScriptRecording
 
 __all__ = ["evaluates", "judge_printed"]
 
-_DIGITS = re.compile(r"\d*\.(\d+)")
+_SHOWN_NUMBER = re.compile(r"(?:\d+\.?|\.(?=\d))(\d*)(?:[eE]([-+]?\d+))?")
 _OF_EVALUATION = "it is the number of rank 0's part of the evaluation data only"
 _BETWEEN = "it is neither the number of all samples nor that of rank 0, for example because it is a mean of means"
 
@@ -203,8 +203,10 @@ def _key(line: Printed) -> _Line:
 
 def _margin(text: str, number: float, tolerance: float) -> _Margin:
     """(absolute, relative) tolerance of a printed number: its last digit, and rounding."""
-    digits = max((len(match[1]) for match in _DIGITS.finditer(text) if float(match[0]) == abs(number)), default=0)
-    return 1.01 * 10.0**-digits if digits else 0.5, max(tolerance, 1e-6)
+    shown = [match for match in _SHOWN_NUMBER.finditer(text) if float(match[0]) == abs(number)]
+    # an integer without an exponent, such as a count, has no rounded digit
+    exponents = [int(match[2] or 0) - len(match[1] or "") for match in shown if match[1] or match[2]]
+    return 1.01 * 10.0 ** min(exponents) if exponents else 0.5, max(tolerance, 1e-6)
 
 
 def _is_near(first: float, second: float, margin: _Margin) -> bool:

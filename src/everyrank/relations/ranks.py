@@ -13,7 +13,14 @@ from typing import Any
 
 from everyrank.audit.finding import Findings, short_location
 from everyrank.relations.lines import DifferingLine, first_differing, first_scaled
-from everyrank.relations.numbers import constant_factor, join_ranks, relative_difference, tolerance_of
+from everyrank.relations.numbers import (
+    as_reals,
+    constant_factor,
+    first_different_rates,
+    join_ranks,
+    relative_difference,
+    tolerance_of,
+)
 from everyrank.relations.objects import lines_of_state
 from everyrank.relations.printed import evaluates, judge_printed
 from everyrank.relations.samples import samples_of_batch
@@ -237,8 +244,8 @@ def _has_parts_of_model(many: ScriptRecording, single: RankRecording) -> bool:
     """Whether ranks have shards of the parameters of one rank, as in tensor parallelism."""
     first_values = many.ranks[0].updates[0].before
     return any(
-        name in first_values and first_values[name].numel() < join_ranks.numel()
-        for name, join_ranks in single.updates[0].before.items()
+        name in first_values and first_values[name].numel() < whole.numel()
+        for name, whole in single.updates[0].before.items()
     )
 
 
@@ -259,7 +266,7 @@ def _check_inputs(many: ScriptRecording, single: RankRecording) -> None:
             if all(relative_difference(each, value) < 1e-6 for each in values):
                 continue
             # batch norm takes the rows of each rank by their order, and dropout masks are merged in the order of ranks
-            num_rows = len(values[0]) if value.dim() else 0
+            num_rows = len(values[0]) if values[0].dim() else 0
             has_order = bool(single.facts.get("batch_norms")) or (num_rows > 0 and _draws_differ(many, num_rows))
             if not _are_parts(values, value, has_order):
                 raise _OtherInputsError(
@@ -350,7 +357,7 @@ def _are_rows_equal(rows: Any, others: Any, has_order: bool) -> bool:
 
     if relative_difference(rows, others) <= _ROW_TOLERANCE or has_order or rows.dim() < 2:
         return relative_difference(rows, others) <= _ROW_TOLERANCE
-    flat = [each.double().flatten(1) for each in (rows, others)]
+    flat = [as_reals(each).flatten(1) for each in (rows, others)]
     weights = torch.linspace(1.0, 2.0, flat[0].shape[1], dtype=torch.float64).sqrt()  # one number for each sample
     in_order = [each[(each @ weights).argsort()] for each in flat]
     return relative_difference(*in_order) <= _ROW_TOLERANCE
@@ -389,7 +396,7 @@ def _differing(case: _Case, ranks: list[RecordedUpdate], single: RecordedUpdate,
     }
     if not single_values:
         return {}
-    scale = max(float(torch.linalg.vector_norm(tensor.double())) for tensor in single_values.values()) * 1e-4
+    scale = max(float(torch.linalg.vector_norm(as_reals(tensor))) for tensor in single_values.values()) * 1e-4
     names: dict[str, float] = {}
     for name, tensor in single_values.items():
         parts = [_values(rank, kind).get(name) for rank in ranks]
@@ -504,7 +511,7 @@ def _rounded_or_small(pairs: list[tuple[Any, Any]], apart: float) -> str:
     """
     import torch
 
-    ranks, single = (torch.cat([pair[index].double().flatten() for pair in pairs]) for index in (0, 1))
+    ranks, single = (torch.cat([as_reals(pair[index]).flatten() for pair in pairs]) for index in (0, 1))
     if apart < _SMALL_DIFFERENCE:
         return f"they differ by {apart:.2g} of their norm, and no line was found where this begins"
     if float(((ranks == 0) != (single == 0)).double().mean()) > _EXTRA_ZERO_SHARE:
@@ -601,41 +608,44 @@ def _judge_draws(case: _Case, findings: Findings) -> None:
 
 def _judge_rates(case: _Case, findings: Findings, end: int) -> int | None:
     """Return the first update whose learning rate is not a constant multiple of that of one rank, and add a finding."""
-    factors: list[float] = []
+    factors: dict[tuple[str, int], float] = {}  # in the first update of each parameter group of each optimizer
+    not_judged: set[tuple[str, int]] = set()
     for update in range(end):
         ranks, single = case.pairs(update)
-        for rank in ranks[1:]:
-            if any(
-                not math.isclose(first_rate, second_rate, rel_tol=1e-6)
-                for first_rate, second_rate in zip(rank.rates, ranks[0].rates, strict=False)
-            ):
-                findings.add(
-                    "WARN",
-                    "ranks.rate",
-                    single.step,
-                    f"update {update}: ranks step with different learning rates: {_list([r.rates for r in ranks])}",
-                    "step the scheduler with the same number on all ranks, such as the loss averaged over the ranks",
-                )
-                return update
-        for single_rate, rank_rate in zip(single.rates, ranks[0].rates, strict=False):
-            if single_rate and rank_rate:
-                factors.append(rank_rate / single_rate)
-        if factors and not math.isclose(factors[-1], factors[0], rel_tol=_FACTOR_TOLERANCE):
+        different_rates = first_different_rates([rank.rates for rank in ranks])
+        if different_rates is not None:
+            rates_text = ", ".join(f"{rate:.6g}" for rate in different_rates)
+            findings.add(
+                "WARN",
+                "ranks.rate",
+                single.step,
+                f"update {update}: ranks step with different learning rates: {rates_text}",
+                "step the scheduler with the same number on all ranks, such as the loss averaged over the ranks",
+            )
+            return update
+        for group, (single_rate, rank_rate) in enumerate(zip(single.rates, ranks[0].rates, strict=False)):
+            key = single.optimizer, group
+            if not single_rate or not rank_rate or key in not_judged:
+                continue
+            factor = rank_rate / single_rate
+            if math.isclose(factor, factors.setdefault(key, factor), rel_tol=_FACTOR_TOLERANCE):
+                continue
             curves = [
-                [update_record.rates[0] for update_record in run.updates if update_record.rates]
+                [each.rates[group] for each in run.updates if len(each.rates) > group and _is_of(each, single)]
                 for run in (case.many.ranks[0], case.single)
             ]
             stretched = is_scaled_by_ranks(curves[0], curves[1], case.num_ranks)
             if stretched is None:
                 findings.add_unchecked("learning rates against one rank: there were too few updates")
             if stretched is not False:
-                return None
+                not_judged.add(key)
+                continue
             findings.add(
                 "WARN",
                 "ranks.rate",
                 single.step,
-                f"update {update}: the learning rate is {ranks[0].rates[0]:.6g} on {case.num_ranks} ranks, and "
-                f"{single.rates[0]:.6g} on one rank with the same batches",
+                f"update {update}: the learning rate is {rank_rate:.6g} on {case.num_ranks} ranks, and "
+                f"{single_rate:.6g} on one rank with the same batches",
                 "compute the schedule, and the metric of ReduceLROnPlateau, from all ranks",
                 other_lines=tuple(case.single.facts.get("schedules", [])),
             )
@@ -643,8 +653,9 @@ def _judge_rates(case: _Case, findings: Findings, end: int) -> int | None:
     return None
 
 
-def _list(rates: list[list[float]]) -> str:
-    return ", ".join(f"{rate[0]:.6g}" for rate in rates if rate)
+def _is_of(update: RecordedUpdate, other: RecordedUpdate) -> bool:
+    """Whether two updates are steps of the same optimizer."""
+    return update.optimizer == other.optimizer
 
 
 def _judge_states(case: _Case, findings: Findings, end: int) -> None:
@@ -701,4 +712,4 @@ def _are_samples(rank_tensors: list[Any], state: Any) -> bool:
 
 
 def _row(row: Any) -> tuple[float, ...]:
-    return tuple(round(number, 6) for number in row.double().flatten()[:16].tolist())
+    return tuple(round(number, 6) for number in as_reals(row).flatten()[:16].tolist())

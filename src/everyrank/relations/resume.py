@@ -9,8 +9,8 @@ from typing import Any
 
 from everyrank.audit.finding import Findings, short_location
 from everyrank.errors import UsageError
-from everyrank.relations.numbers import relative_difference
-from everyrank.relations.samples import samples_of_batch
+from everyrank.relations.numbers import first_different_rates, relative_difference
+from everyrank.relations.samples import checksums_of_tensors, samples_of_batch
 from everyrank.rerun import Imposed, RankRecording, RecordedUpdate, ScriptHost, ScriptRecording
 
 __all__ = ["ResumeCommand", "judge_resume", "judge_resumed", "resume_command"]
@@ -143,13 +143,10 @@ def _first_difference(
         name = _differing(values, others)
         if name:
             return f"the {kind} differ from those of an uninterrupted training, for example {name}"
-    if len(expected.rates) == len(resumed_update.rates) and any(
-        abs(a - b) > 1e-6 * max(abs(a), abs(b)) for a, b in zip(expected.rates, resumed_update.rates, strict=True)
-    ):
-        return (
-            f"the learning rate is {resumed_update.rates[0]:.6g} instead of {expected.rates[0]:.6g}: the schedule is "
-            "not resumed"
-        )
+    if len(expected.rates) == len(resumed_update.rates):
+        rates = first_different_rates([expected.rates, resumed_update.rates])
+        if rates is not None:
+            return f"the learning rate is {rates[1]:.6g} instead of {rates[0]:.6g}: the schedule is not resumed"
     expected_batches = _batches(uninterrupted, index)
     resumed_batches = _batches(resumed, number)[-len(expected_batches) :] if expected_batches else []
     if expected_batches and expected_batches != resumed_batches:
@@ -182,4 +179,6 @@ def _differing(values: dict[str, Any], others: dict[str, Any]) -> str:
 
 
 def _batches(rank: RankRecording, update: int) -> list[list[int]]:
-    return [samples_of_batch(batch) for _, batch, before in rank.batches if before == update]
+    """Checksums of the samples of each batch of an update; of its tensors if a sample is single numbers."""
+    batches = [batch for _, batch, before in rank.batches if before == update]
+    return [samples_of_batch(batch) or checksums_of_tensors(batch) for batch in batches]

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from everyrank.audit.finding import Findings
-from everyrank.relations.numbers import constant_factor, relative_difference, tolerance_of
+from everyrank.relations.numbers import (
+    constant_factor,
+    first_different_rates,
+    relative_difference,
+    tolerance_of,
+)
 from everyrank.relations.samples import num_samples
 from everyrank.rerun import Imposed, RankRecording, ScriptHost
 
@@ -74,16 +79,13 @@ def _differs(
     first: RankRecording, other: RankRecording, update: int, tolerance: float, label: str, findings: Findings
 ) -> bool:
     first_update, other_update = first.updates[update], other.updates[update]
-    if any(
-        abs(first_rate - other_rate) > 1e-6 * max(abs(first_rate), abs(other_rate))
-        for first_rate, other_rate in zip(first_update.rates, other_update.rates, strict=False)
-    ):
+    rates = first_different_rates([first_update.rates, other_update.rates])
+    if rates is not None:
         findings.add(
             "FAIL",
             "same.rate",
             first_update.step,
-            f"update {update}: the learning rate is {first_update.rates[0]:.6g}, and {other_update.rates[0]:.6g} with "
-            f"{label}",
+            f"update {update}: the learning rate is {rates[0]:.6g}, and {rates[1]:.6g} with {label}",
             "compute the schedule from the number of updates",
         )
         return True

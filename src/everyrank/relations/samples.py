@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "checksums_of_tensors",
     "judge_equal_columns",
     "judge_samples",
     "judge_skipped_batches",
@@ -88,10 +89,14 @@ def judge_equal_columns(many: ScriptRecording, findings: Findings) -> None:
             continue
         equal = [[_is_equal(a, b) for a, b in zip(*pair, strict=True)] for pair in columns]
         for number, column in enumerate(columns[0][0]):
-            is_drawn = column.dim() > 1 and column[0].numel() >= _MIN_NUMBERS and column.is_floating_point()
+            # an image without objects has no rows of boxes
+            has_rows = column.dim() > 1 and len(column) > 0
+            is_drawn = has_rows and column[0].numel() >= _MIN_NUMBERS and column.is_floating_point()
+            if not is_drawn:
+                continue
             changes = not _is_equal(column, columns[1][0][number]) and not _is_equal(column[0], column[-1])
             is_only_equal_column = all(row[number] and not all(row) for row in equal)
-            if is_drawn and changes and is_only_equal_column:
+            if changes and is_only_equal_column:
                 findings.add(
                     "WARN",
                     "random.equal-draws",
@@ -225,7 +230,19 @@ def num_samples(batch: Any) -> int:
 
 def samples_of_batch(batch: Any) -> list[int]:
     """A checksum of each sample of a batch, from the first tensor with several numbers for each sample."""
-    return [zlib.crc32(row.contiguous().numpy().tobytes()) for row in _rows(batch)]
+    return [_checksum(row) for row in _rows(batch)]
+
+
+def checksums_of_tensors(batch: Any) -> list[int]:
+    """A checksum of each tensor of a batch, also of those with a single number for each sample."""
+    return [_checksum(each) for each in tensors_of_batch(batch)]
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    import torch
+
+    # as bytes, because numpy has no bfloat16
+    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _rows(batch: Any) -> Any:

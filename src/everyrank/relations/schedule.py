@@ -87,7 +87,7 @@ def judge_horizon(many: ScriptRecording, single: ScriptRecording, findings: Find
         return
     shared_rates, single_rates = (_rates_of_last(rank) for rank in (first_rank, single_rank))
     update_ratio = len(single_rates) / max(len(shared_rates), 1)
-    if len(shared_rates) < 4 or not max(shared_rates) or not max(single_rates):
+    if len(shared_rates) < 4 or not max(shared_rates) or not max(single_rates, default=0.0):
         return
     shared_rates, single_rates = ([rate / max(rates) for rate in rates] for rates in (shared_rates, single_rates))
     locations = first_rank.facts.get("schedules", [first_rank.updates[-1].step])
