@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import enum
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,7 +38,22 @@ def test_unknown_mapping_class_is_decoded_as_dict() -> None:
         assert type(decode_batch({**encoded, "__mapping__": class_name})) is dict
 
 
-def test_batch_of_arbitrary_objects_is_refused() -> None:
-    """A batch of arbitrary objects cannot be merged."""
-    with pytest.raises(NotMergedError, match="object"):
-        encode_batch([object()])
+class Split(enum.IntEnum):
+    """A number that torch.load does not support."""
+
+    TRAIN = 1
+
+
+@pytest.mark.parametrize(
+    "value", [object(), Split.TRAIN, {Split.TRAIN: 1}, np.longdouble(1), np.ones(2, np.longdouble)]
+)
+def test_batch_of_arbitrary_objects_is_refused(value: object) -> None:
+    """A batch of arbitrary objects cannot be merged, and neither can numbers that cannot be read back."""
+    with pytest.raises(NotMergedError, match="cannot be merged"):
+        encode_batch([value])
+
+
+def test_array_in_the_byte_order_of_a_file_is_merged() -> None:
+    """Files such as those of MNIST hold the most significant byte first."""
+    encoded = encode_batch(np.array([1, 258], dtype=">i4"))
+    assert decode_batch(merge_batches([encoded, encoded])).tolist() == [1, 258, 1, 258]

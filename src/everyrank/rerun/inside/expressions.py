@@ -98,7 +98,7 @@ class _Watcher:
         return record
 
     def before_call(self, namespace: Any, name: str, add_record: Callable[..., Any]) -> None:
-        """Hook a function: call `note` with the arguments before each call."""
+        """Hook a function: call `add_record` with the arguments before each call."""
         original = getattr(namespace, name)
 
         @functools.wraps(original)
@@ -372,7 +372,8 @@ def _has_memory(tensor: Any) -> bool:
 
 def _path(file: Any) -> str:
     """The absolute path of a path or an open file; "" for other objects."""
-    return os.path.realpath(getattr(file, "name", file)) if isinstance(getattr(file, "name", file), str) else ""
+    path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
+    return os.path.realpath(path) if isinstance(path, str | os.PathLike) else ""
 
 
 def _is_user_path(path: Any) -> bool:

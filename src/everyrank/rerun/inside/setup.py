@@ -128,12 +128,12 @@ def watch_setup(watcher: Any) -> None:
 
         setattr(torch.nn.utils, name, record_clip)
         setattr(torch.nn.utils.clip_grad, name, record_clip)
-    seed = torch.manual_seed
+    set_seed = torch.manual_seed
 
-    @functools.wraps(seed)
-    def record_seed(value: Any) -> Any:
-        watcher.add_record("torch_seed", value=int(value))
-        return seed(value)
+    @functools.wraps(set_seed)
+    def record_seed(seed: Any) -> Any:
+        watcher.add_record("torch_seed", value=int(seed))
+        return set_seed(seed)
 
     torch.manual_seed = record_seed
 
