@@ -163,6 +163,14 @@ RUNNING: dict[str, tuple[str, dict[str, Any]]] = {
     "losses of a generator": ("torch.autograd.backward(y for y in net(x)); assert net.weight.grad.sum() == 8", {}),
     "both kinds of messages": ("dist.P2POp(dist.isend, x, 0, dist.group.WORLD)", {}),
     "seed by name": ("torch.manual_seed(seed=1)", {"expressions": True, "values": True}),
+    "function of the parameters": (
+        "func.vmap(net)(x); func.grad(lambda p: func.functional_call(net, p, (x,)).sum())(net.state_dict())",
+        {"expressions": True, "values": True},
+    ),
+    "folder by name": ("os.makedirs(name='out')", {"expressions": True}),
+    "class as an argument": ("Cast()(x, dict)", {"expressions": True}),
+    "dataset without a length": ("DataLoader(Stream())", {"expressions": True, "values": True}),
+    "compiled model": ("assert torch.compile(net)._orig_mod is torch.compile(mode='default')(net)", {}),
     "attention": (
         "torch.nn.TransformerEncoderLayer(2, 1, 4)(torch.ones(1, 3, 2))",
         {"imposed": Imposed(without_dropout=True)},
@@ -181,9 +189,22 @@ RUNNING: dict[str, tuple[str, dict[str, Any]]] = {
 def test_script_that_runs_by_itself_also_runs_with_the_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each line runs before the optimizer steps, and no hook may raise an error."""
     start = """
-import logging, os, numpy as np, torch, torch.distributed as dist
+import logging, os, numpy as np, torch, torch.distributed as dist, torch.func as func
 from torch.utils import checkpoint
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(x)
+    def __len__(self):
+        raise NotImplementedError
+
+class Cast(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+    def forward(self, x, kind):
+        return kind(y=super().forward(x))
+
 dist.init_process_group("gloo")
 x, net = torch.ones(4, 2), torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -246,12 +267,13 @@ def test_script_that_exits_with_its_main_function_comes_to_its_end(tmp_path: Pat
 
 
 def test_value_that_is_no_number_stays_the_one_that_the_script_draws(tmp_path: Path) -> None:
-    """Only a checksum of it is recorded."""
+    """Only a checksum of it is recorded. Batch norm of the merged samples takes its input also by name."""
     script = write_script(
         tmp_path,
         """
 import random, torch
 net = torch.nn.Linear(2, 1)
+torch.nn.BatchNorm1d(2)(input=torch.ones(2, 2))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 for _ in range(2):
     net(torch.ones(1, 2)).sum().backward()

@@ -161,6 +161,14 @@ def _record_schedule(watcher: Any, schedule: Any) -> None:
     schedule.step = record_step
 
 
+def _length(value: Any) -> int:
+    """The length of a dataset or loader; -1 if it has none, or its own `__len__` raises an error."""
+    try:
+        return len(value)
+    except Exception:
+        return -1
+
+
 def _watch_loaders(watcher: Any) -> None:
     """Record the details of each loader that a workload file needs."""
     loader_class: Any = DataLoader
@@ -172,11 +180,7 @@ def _watch_loaders(watcher: Any) -> None:
         init(loader, *args, **kwargs)
         sampler = loader.sampler
         with watcher.session.quiet():
-            length = len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1
-            try:
-                batches = len(loader)
-            except TypeError:
-                batches = -1
+            length, batches = _length(loader.dataset), _length(loader)
         watcher.add_record(
             "loader_details",
             id=id(loader),

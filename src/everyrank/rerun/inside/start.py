@@ -48,8 +48,7 @@ def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
     pretend = PretendCuda(settings["devices"]) if settings["devices"] else None
     if pretend is not None:
         pretend.install()
-    torch.compile = lambda model=None, *_args, **_kwargs: model if model is not None else (lambda function: function)
-    torch.nn.Module.compile = lambda *_args, **_kwargs: None
+    _disable_compilation()
     if settings["float64"]:
         install_float64()
     if settings["without_checkpointing"]:
@@ -104,6 +103,20 @@ def _run_script(session: Session) -> None:
         runpy.run_path(str(path), run_name="__main__")
     else:
         run_with_sources(session, str(path))
+
+
+def _disable_compilation() -> None:
+    """Let torch.compile return its argument. A model has the attribute `_orig_mod`, as a compiled one has."""
+
+    def uncompiled(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if model is None:  # a decorator with options
+            return lambda function: uncompiled(function, *args, **kwargs)
+        if isinstance(model, torch.nn.Module):
+            model.__dict__["_orig_mod"] = model
+        return model
+
+    torch.compile = uncompiled
+    torch.nn.Module.compile = lambda *_args, **_kwargs: None
 
 
 def _record_checkpointing(session: Session) -> None:
