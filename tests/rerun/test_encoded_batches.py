@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import collections
 import enum
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from everyrank.rerun.inside.batches import NotMergedError, decode_batch, encode_batch, merge_batches, rows_of_batch
+from everyrank.rerun.inside.batches import (
+    NotMergedError,
+    decode_batch,
+    encode_batch,
+    is_equal,
+    merge_batches,
+    rows_of_batch,
+)
 
 
 class Encoding(collections.UserDict[str, Any]):
@@ -57,3 +65,18 @@ def test_array_in_the_byte_order_of_a_file_is_merged() -> None:
     """Files such as those of MNIST hold the most significant byte first."""
     encoded = encode_batch(np.array([1, 258], dtype=">i4"))
     assert decode_batch(merge_batches([encoded, encoded])).tolist() == [1, 258, 1, 258]
+
+
+@pytest.mark.parametrize(
+    "value", [torch.tensor([1.0, math.nan]), torch.tensor(math.nan), math.nan, torch.eye(2).to_sparse()]
+)
+def test_equal_batches_with_missing_values_are_equal(value: Any) -> None:
+    """All ranks evaluate the same batch, so it is not merged."""
+    assert is_equal([value], encode_batch([value]))
+    assert not is_equal([value], [torch.zeros(3)])
+
+
+def test_missing_value_that_all_ranks_share_is_kept() -> None:
+    assert math.isnan(merge_batches([{"bound": math.nan}, {"bound": math.nan}])["bound"])
+    with pytest.raises(NotMergedError, match="a number or text without"):
+        merge_batches(["left", "right"])

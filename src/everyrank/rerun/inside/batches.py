@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _MAX_BYTES = 3e8
+_VALUES_DIFFER = "a batch holds a number or text without a batch dimension, and ranks differ in it"
 _EVALUATION_PASSES = 10**6  # number of the first pass without gradients
 _MAX_LISTED = 100_000  # batches of a pass; an endless pass has no last batch
 
@@ -280,16 +281,22 @@ def decode_batch(value: Any) -> Any:
 
 
 def is_equal(first: Any, second: Any) -> bool:
-    """Whether two encoded batches have the same content."""
+    """Whether two encoded batches have the same content. NaN, which often marks a missing value, equals NaN."""
     if type(first) is not type(second):
         return False
     if isinstance(first, torch.Tensor):
-        return first.shape == second.shape and torch.equal(first, second)
+        return first.shape == second.shape and _has_equal_elements(first, second)
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(is_equal(first[key], second[key]) for key in first)
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(is_equal, first, second))
-    return first == second
+    return first == second or (first != first and second != second)
+
+
+def _has_equal_elements(first: Any, second: Any) -> bool:
+    if first.layout is not torch.strided:
+        first, second = first.to_dense(), second.to_dense()
+    return torch.equal(first, second) or bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 def rows_of_batch(batch: Any) -> int:
@@ -321,9 +328,9 @@ def merge_batches(batches: list[Any]) -> Any:
         raise NotMergedError("ranks read batches of different types")
     if isinstance(first, torch.Tensor):
         if not first.dim():
-            if all(torch.equal(batch, first) for batch in batches):
+            if all(is_equal(batch, first) for batch in batches):
                 return first
-            raise NotMergedError("a batch holds a number without a batch dimension, and ranks differ in it")
+            raise NotMergedError(_VALUES_DIFFER)
         if any(batch.shape[1:] != first.shape[1:] or batch.dtype != first.dtype for batch in batches):
             raise NotMergedError(SHAPES_DIFFER)
         return torch.cat(batches)
@@ -335,9 +342,9 @@ def merge_batches(batches: list[Any]) -> Any:
         if any(len(batch) != len(first) for batch in batches) or not _has_columns(first):
             return type(first)(each for batch in batches for each in batch)
         return type(first)(merge_batches([batch[index] for batch in batches]) for index in range(len(first)))
-    if all(batch == first for batch in batches):
+    if all(is_equal(batch, first) for batch in batches):
         return first
-    raise NotMergedError("a batch holds a number without a batch dimension, and ranks differ in it")
+    raise NotMergedError(_VALUES_DIFFER)
 
 
 def _has_columns(batch: Any) -> bool:
