@@ -32,10 +32,10 @@ def test_github_annotations_have_a_line_and_are_escaped(tmp_path: Path, monkeypa
 
 
 def test_sarif_has_a_rule_for_each_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Levels are those of SARIF, and a finding without a line has no location."""
+    """Levels are those of SARIF, a finding without a line has no location, and a path is a valid URI."""
     monkeypatch.chdir(tmp_path)
     audit = audit_of(
-        Finding("WARN", "ranks.gradient", f"{tmp_path}/train.py:3", "differs"),
+        Finding("WARN", "ranks.gradient", f"{tmp_path}/my project/train.py:3", "differs"),
         Finding("PERF", "sync.item", "", "slow", "fewer"),
         Finding("WARN", "ranks.gradient", "/elsewhere/lib.py:4", "differs"),
     )
@@ -44,7 +44,7 @@ def test_sarif_has_a_rule_for_each_result(tmp_path: Path, monkeypatch: pytest.Mo
     assert [result["level"] for result in run["results"]] == ["warning", "note", "warning"]
     assert [result["ruleIndex"] for result in run["results"]] == [0, 1, 0]
     location = run["results"][0]["locations"][0]["physicalLocation"]
-    assert location == {"artifactLocation": {"uri": "train.py"}, "region": {"startLine": 3}}
+    assert location == {"artifactLocation": {"uri": "my%20project/train.py"}, "region": {"startLine": 3}}
     assert "locations" not in run["results"][1]
     assert (
         run["results"][2]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "file:///elsewhere/lib.py"

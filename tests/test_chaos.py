@@ -167,15 +167,24 @@ def test_status_names_the_failed_expectation(changes: dict[str, Any], parity: st
 
 
 def test_table_shows_a_fault_that_no_process_detected(capsys: pytest.CaptureFixture[str]) -> None:
-    """The table shows the message that was printed instead, without its terminal control characters."""
-    row = {"fault": "kill-rank", "update": 7, "rank": 1, "seen_by": "its supervisor", "status": "not noticed"}
+    """The table shows the message that was printed instead, without its terminal control characters.
+
+    A name with brackets is no markup.
+    """
+    row = {"fault": "kill-rank", "update": 7, "rank": 1, "seen_by": "its supervisor", "status": "not \x1bnoticed"}
     row |= {"is_noticed": False, "notice_seconds": None, "said": "something \x1b[31melse"}
     parity = Parity("different", max_relative_difference=0.5, first_divergence="update 9")
-    record = Record("mine", "ddp", "spawn", "shm", "cpu", 2, parity=parity, provenance={"chaos": row})
+    record = Record("runs[/2]", "ddp", "spawn", "shm", "cpu", 2, parity=parity, provenance={"chaos": row})
     assert not has_held(record)
     print_chaos([record])
     out = capsys.readouterr().out
-    for text in ("NO PROCESS", "differs: update 9 (5e-01)", "not noticed", "kill-rank: something  [31melse"):
+    for text in (
+        "NO PROCESS",
+        "differs: update 9 (5e-01)",
+        "not  noticed",
+        "runs[/2]",
+        "kill-rank: something  [31melse",
+    ):
         assert text in out
     assert "\x1b" not in out
 

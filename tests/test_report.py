@@ -725,3 +725,11 @@ def test_audit_page_shows_code_without_indentation(tmp_path: Path, monkeypatch: 
     script.write_text("        if x:\n            loss.backward()\n")
     page = audit_page(Audit(("train.py",), 2, 12, 4.0, (dataclasses.replace(finding, location=f"{script}:2"),), (), ()))
     assert '<span class="named">   2      loss.backward()</span>' in page
+
+
+def test_audit_page_shows_the_line_after_a_form_feed(tmp_path: Path) -> None:
+    """Python counts no line for a form feed, which some editors put between the parts of a file."""
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n\f\nloss.backward()\n")
+    page = audit_page(Audit(("train.py",), 2, 12, 4.0, (Finding("FAIL", "a.b", f"{script}:3", "large"),), (), ()))
+    assert '<span class="named">   3  loss.backward()</span>' in page

@@ -203,6 +203,22 @@ def test_compare_refuses_wrong_arguments(
     assert len(error.splitlines()) == 1
 
 
+def test_losses_without_a_ratio_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Losses of 0, and so different ones that their ratio is infinite."""
+    for before, after in (([0.0, 0.0], [1.0, 1.0]), ([1e-300, 1.0], [1e300, 1.0])):
+        paths = write_csv(tmp_path / "a.csv", before), write_csv(tmp_path / "b.csv", after)
+        assert compare_curves(capsys, *paths)[1] == "undecided"
+
+
+def test_rows_are_counted_if_steps_begin_again_in_each_epoch(tmp_path: Path) -> None:
+    """Rows of one epoch do not replace those of another. A resumed training writes some steps twice."""
+    path = tmp_path / "a.csv"
+    path.write_text("epoch,batch,loss\n0,0,4\n0,1,3\n1,0,\n1,0,2\n1,1,1\n")
+    assert read_curves(path)[0].losses == {0: 4.0, 1: 3.0, 2: 2.0, 3: 1.0}
+    path.write_text("epoch,step,loss\n0,0,4\n0,1,3\n1,2,9\n1,2,2\n1,3,1\n")
+    assert read_curves(path)[0].losses == {0: 4.0, 1: 3.0, 2: 2.0, 3: 1.0}
+
+
 def test_training_log_is_read(tmp_path: Path) -> None:
     rows = [{"step": index, "loss": 1.0 / (index + 1), "lr": 0.1} for index in range(3)]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

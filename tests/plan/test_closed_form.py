@@ -33,6 +33,7 @@ from everyrank.plan.memory import predict_memory
 from everyrank.plan.rows import read_rows
 from everyrank.plan.step_time import PRIOR, Fitted, collective_seconds, predict_step
 from everyrank.plan.validate import validate_rows
+from everyrank.report.plan import _count, _seconds
 
 ROWS = Path(__file__).parent / "rows.json"
 
@@ -542,6 +543,11 @@ def test_config_of_a_model_that_is_not_a_dense_decoder_is_refused(
         decoder_from_config(path)
 
 
+def test_large_numbers_have_no_exponent() -> None:
+    assert [_count(value) for value in (12, 999.7, 999_700, 1.3e6)] == ["12", "1,000", "1,000 k", "1.3 M"]
+    assert _seconds(0.9998) == "1,000 ms"
+
+
 def test_plan_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each layout has a verdict. A layout that does not fit has a change or a reason.
 
@@ -622,5 +628,6 @@ def test_html_page_draws_memory_and_time(tmp_path: Path) -> None:
     page = html_path.read_text()
     assert page.count("<svg") == 2
     assert "activations" in page
+    assert '<p class="note"></p>' not in page
     assert "<script" not in page
     assert 'src="http' not in page

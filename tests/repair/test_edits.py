@@ -21,6 +21,114 @@ EDITS = [
         "data.same",
         "",
         """
+        from torch.utils.data.distributed import DistributedSampler
+        loader = DataLoader(data, 8, True) #!
+        """,
+        """
+        from torch.utils.data.distributed import DistributedSampler
+        loader = DataLoader(data, 8, sampler=DistributedSampler(data)) #!
+        """,
+    ),
+    (
+        "data.overlap",
+        "",
+        """
+        import torch
+        sampler = DistributedSampler(data, 4, 0, False, 7) #!
+        """,
+        """
+        import torch
+        sampler = DistributedSampler(data, shuffle=False, seed=7) #!
+        """,
+    ),
+    (
+        "clip.local",
+        "",
+        """
+        import torch
+        for x in loader:
+            for part in x:
+                loss(part).backward()
+                clip(model.parameters()) #!
+            if True:
+                optimizer.step()
+            scheduler.step()
+        """,
+        """
+        import torch
+        for x in loader:
+            for part in x:
+                loss(part).backward()
+            if True:
+                clip(model.parameters())
+                optimizer.step()
+            scheduler.step()
+        """,
+    ),
+    (
+        "gradient.scale",
+        "not divided by the 4 backwards",
+        """
+        import torch
+        for epoch in range(9):
+            for i, x in enumerate(loader):
+                loss(x).backward() #!
+                if (i + 1) % ACCUMULATE == 0:
+                    optimizer.step()
+                    for schedule in schedules:
+                        if i % 100 == 0:
+                            schedule.step()
+        """,
+        """
+        import torch
+        for epoch in range(9):
+            for i, x in enumerate(loader):
+                (loss(x) / ACCUMULATE).backward() #!
+                if (i + 1) % ACCUMULATE == 0:
+                    optimizer.step()
+                    for schedule in schedules:
+                        if i % 100 == 0:
+                            schedule.step()
+        """,
+    ),
+    (
+        "random.dropout",
+        "",
+        """
+        import torch
+        import torch.distributed as dist
+        model = DDP(model)
+        torch.manual_seed(args.seed if args.seed else 0)
+        y = model(x) #!
+        """,
+        """
+        import torch
+        import torch.distributed as dist
+        model = DDP(model)
+        torch.manual_seed((args.seed if args.seed else 0) + dist.get_rank())
+        y = model(x) #!
+        """,
+    ),
+    (
+        "eval.dropout",
+        "",
+        """
+        import torch.nn.functional as fn
+        class Net(Module):
+            def forward(self, x):
+                return fn.dropout(block.dropout(x), 0.1) #!
+        """,
+        """
+        import torch.nn.functional as fn
+        class Net(Module):
+            def forward(self, x):
+                return fn.dropout(block.dropout(x), 0.1, training=self.training) #!
+        """,
+    ),
+    (
+        "data.same",
+        "",
+        """
         from torch.utils.data import DataLoader
         loader = DataLoader(data, 8, shuffle=True, num_workers=2) #!
         for epoch in range(3):
@@ -626,6 +734,37 @@ def test_script_without_matching_code_is_not_edited() -> None:
     for remedy in remedies_for(finding_at_mark("data.same", "", script)):
         with pytest.raises(CannotRepairError):
             remedy(EditedScript(script), finding_at_mark("data.same", "", script))
+
+
+@pytest.mark.parametrize(
+    ("rule", "line"),
+    [
+        ("eval.shard", "predictions += model(x).tolist()"),
+        ("eval.shard", "correct[y] += 1"),
+        ("eval.mean-of-means", "count += 1; stop = count if count > 9 else 0; total += F.mse_loss(model(x), y)"),
+    ],
+)
+def test_sums_that_are_no_numbers_or_count_batches_are_not_edited(rule: str, line: str) -> None:
+    """Lists of all ranks would be added element by element, and a count of samples would end the loop early."""
+    script = dedented(
+        f"""
+        predictions, total = [], 0
+        for x, y in loader:
+            {line} #!
+            total += len(y)
+        """
+    )
+    for remedy in remedies_for(finding_at_mark(rule, "", script)):
+        with pytest.raises(CannotRepairError):
+            remedy(EditedScript(script), finding_at_mark(rule, "", script))
+
+
+def test_line_of_another_file_is_not_taken_for_one_of_the_script() -> None:
+    script = "total = 0\nfor x in loader:\n    total += x\nprint(total) #!\n"
+    finding = Finding("FAIL", "eval.shard", "train.py:4", "", other_lines=("engine.py:3",))
+    (remedy,) = remedies_for(finding)
+    with pytest.raises(CannotRepairError):
+        remedy(EditedScript(script), finding)
 
 
 def test_place_in_another_file_has_no_line(tmp_path: Path) -> None:

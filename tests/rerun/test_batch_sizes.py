@@ -39,6 +39,12 @@ def test_local_batch_sizes_are_multiplied() -> None:
     )
 
 
+def test_integer_with_two_names_is_multiplied_once() -> None:
+    tree = ast.parse("batch_size = bs = 4")
+    with_larger_batches(tree, 2)
+    assert ast.unparse(tree) == "batch_size = bs = 8"
+
+
 def test_integer_with_a_given_name_is_multiplied() -> None:
     """The name of a different integer, such as `prompts`, can be passed."""
     tree = ast.parse(SCRIPT)

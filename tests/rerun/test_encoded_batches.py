@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import collections
+import enum
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from everyrank.rerun.inside.batches import NotMergedError, decode_batch, encode_batch, merge_batches, rows_of_batch
+from everyrank.rerun.inside.batches import (
+    NotMergedError,
+    decode_batch,
+    encode_batch,
+    is_equal,
+    merge_batches,
+    rows_of_batch,
+)
 
 
 class Encoding(collections.UserDict[str, Any]):
@@ -36,7 +46,37 @@ def test_unknown_mapping_class_is_decoded_as_dict() -> None:
         assert type(decode_batch({**encoded, "__mapping__": class_name})) is dict
 
 
-def test_batch_of_arbitrary_objects_is_refused() -> None:
-    """A batch of arbitrary objects cannot be merged."""
-    with pytest.raises(NotMergedError, match="object"):
-        encode_batch([object()])
+class Split(enum.IntEnum):
+    """A number that torch.load does not support."""
+
+    TRAIN = 1
+
+
+@pytest.mark.parametrize(
+    "value", [object(), Split.TRAIN, {Split.TRAIN: 1}, np.longdouble(1), np.ones(2, np.longdouble)]
+)
+def test_batch_of_arbitrary_objects_is_refused(value: object) -> None:
+    """A batch of arbitrary objects cannot be merged, and neither can numbers that cannot be read back."""
+    with pytest.raises(NotMergedError, match="cannot be merged"):
+        encode_batch([value])
+
+
+def test_array_in_the_byte_order_of_a_file_is_merged() -> None:
+    """Files such as those of MNIST hold the most significant byte first."""
+    encoded = encode_batch(np.array([1, 258], dtype=">i4"))
+    assert decode_batch(merge_batches([encoded, encoded])).tolist() == [1, 258, 1, 258]
+
+
+@pytest.mark.parametrize(
+    "value", [torch.tensor([1.0, math.nan]), torch.tensor(math.nan), math.nan, torch.eye(2).to_sparse()]
+)
+def test_equal_batches_with_missing_values_are_equal(value: Any) -> None:
+    """All ranks evaluate the same batch, so it is not merged."""
+    assert is_equal([value], encode_batch([value]))
+    assert not is_equal([value], [torch.zeros(3)])
+
+
+def test_missing_value_that_all_ranks_share_is_kept() -> None:
+    assert math.isnan(merge_batches([{"bound": math.nan}, {"bound": math.nan}])["bound"])
+    with pytest.raises(NotMergedError, match="a number or text without"):
+        merge_batches(["left", "right"])

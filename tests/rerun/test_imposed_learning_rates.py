@@ -46,6 +46,14 @@ def test_group_without_a_learning_rate_stays_without(steps: _Steps) -> None:
     assert "lr" not in optimizer.param_groups[0]
 
 
+def test_learning_rate_of_none_stays_none(steps: _Steps) -> None:
+    """Adafactor of transformers has no learning rate if it uses relative steps."""
+    optimizer = sgd(0.1)
+    optimizer.param_groups[0]["lr"] = None
+    steps.before_step(optimizer, (), {})
+    assert optimizer.param_groups[0]["lr"] is None
+
+
 def test_both_of_nested_optimizers_are_restored(steps: _Steps) -> None:
     """The step of ZeroRedundancyOptimizer calls that of an inner optimizer. They count as one update."""
     outer, inner = sgd(0.1), sgd(0.2)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from everyrank.errors import CannotRunError, UsageError
 from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
+from everyrank.rerun.inside.expressions import _path
 
 TRAINING = """
 import os
@@ -138,6 +142,8 @@ FAILURES = {
     "import os; os._exit(3)": "rank 0 ended with status 3",
     "import time; time.sleep(60)": "no end within 2 s",
     "import sys; sys.exit(0)": "",
+    "raise ValueError('no data\\n  in this folder')": "rank 0: ValueError: no data",
+    "raise ValueError('\\udcff.csv')": "rank 0: ValueError: \\udcff.csv",
 }
 
 
@@ -147,3 +153,169 @@ def test_script_failure_is_reported_in_one_line(tmp_path: Path) -> None:
         for script, expected_failure in FAILURES.items():
             write_script(tmp_path, script)
             assert host.run().failure == expected_failure
+
+
+RUNNING: dict[str, tuple[str, dict[str, Any]]] = {
+    "__file__ is absolute": ("assert os.path.isabs(__file__)", {}),
+    "complex number": ("assert torch.tensor(1 + 2j).item() == 1 + 2j", {}),
+    "log text without a place for its argument": ("logging.warning('loss', 3.0)", {}),
+    "momentum of numpy": ("optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=np.float64(0.9))", {}),
+    "losses of a generator": ("torch.autograd.backward(y for y in net(x)); assert net.weight.grad.sum() == 8", {}),
+    "both kinds of messages": ("dist.P2POp(dist.isend, x, 0, dist.group.WORLD)", {}),
+    "seed by name": ("torch.manual_seed(seed=1)", {"expressions": True, "values": True}),
+    "function of the parameters": (
+        "func.vmap(net)(x); func.grad(lambda p: func.functional_call(net, p, (x,)).sum())(net.state_dict())",
+        {"expressions": True, "values": True},
+    ),
+    "folder by name": ("os.makedirs(name='out')", {"expressions": True}),
+    "class as an argument": ("Cast()(x, dict)", {"expressions": True}),
+    "dataset without a length": ("DataLoader(Stream())", {"expressions": True, "values": True}),
+    "compiled model": ("assert torch.compile(net)._orig_mod is torch.compile(mode='default')(net)", {}),
+    "attention": (
+        "torch.nn.TransformerEncoderLayer(2, 1, 4)(torch.ones(1, 3, 2))",
+        {"imposed": Imposed(without_dropout=True)},
+    ),
+    "functions in a sequence": (
+        "assert checkpoint.checkpoint_sequential([torch.exp, torch.log], segments=2, input=x).sum() == 8",
+        {"imposed": Imposed(without_checkpointing=True)},
+    ),
+    "batch as an index": (
+        "assert len(list(DataLoader(x, batch_size=None, sampler=BatchSampler(range(4), 2, False)))) == 2",
+        {"imposed": Imposed(order=True)},
+    ),
+}
+
+
+def test_script_that_runs_by_itself_also_runs_with_the_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line runs before the optimizer steps, and no hook may raise an error."""
+    start = """
+import logging, os, numpy as np, torch, torch.distributed as dist, torch.func as func
+from torch.utils import checkpoint
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(x)
+    def __len__(self):
+        raise NotImplementedError
+
+class Cast(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+    def forward(self, x, kind):
+        return kind(y=super().forward(x))
+
+dist.init_process_group("gloo")
+x, net = torch.ones(4, 2), torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+{line}
+net(x).sum().backward()
+optimizer.step()
+"""
+    monkeypatch.chdir(tmp_path)
+    write_script(tmp_path, "")
+    with ScriptHost(["train.py"]) as host:
+        for name, (line, settings) in RUNNING.items():
+            write_script(tmp_path, start.format(line=line))
+            assert host.run(**settings).failure == "", name
+
+
+def test_linked_script_imports_the_files_next_to_the_original(tmp_path: Path) -> None:
+    """Python also looks for them there."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "model.py").write_text("")
+    write_script(tmp_path / "project", "import model")
+    link = tmp_path / "train.py"
+    link.symlink_to(tmp_path / "project" / "train.py")
+    with ScriptHost([str(link)]) as host:
+        assert host.run().failure == ""
+
+
+def test_saved_file_is_known_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint may be saved by a `Path`, and loaded by a string or an open file."""
+    monkeypatch.chdir(tmp_path)
+    Path("out").mkdir()
+    with open("out/a.pt", "w") as file:  # noqa: PTH123  (its name is a string)
+        assert _path(Path("out/a.pt")) == _path("out/a.pt") == _path(file) == str(tmp_path.resolve() / "out" / "a.pt")
+
+
+def test_missing_script_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(UsageError), ScriptHost([str(tmp_path / "train.py")]):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_module_that_prints_when_it_is_imported(tmp_path: Path) -> None:
+    """Its lines are not the answer to a request."""
+    with ScriptHost([write_script(tmp_path, "")], modules=["this"]) as host:
+        assert host.run().failure == ""
+
+
+def test_late_answer_is_not_that_to_the_next_request(tmp_path: Path) -> None:
+    """The process that runs the script is ended, and the next run reports it."""
+    with ScriptHost([write_script(tmp_path, "import time; time.sleep(5)")], timeout_seconds=-60) as host:
+        assert host.run().failure.startswith("no answer")
+        with pytest.raises(CannotRunError, match="has ended"):
+            host.run()
+
+
+def test_script_that_exits_with_its_main_function_comes_to_its_end(tmp_path: Path) -> None:
+    """`sys.exit(main())` is the usual last line of a program."""
+    with ScriptHost([write_script(tmp_path, "import sys\nsys.exit(None)")]) as host:
+        assert host.run().ranks[0].facts["came_to_end"]
+
+
+def test_value_that_is_no_number_stays_the_one_that_the_script_draws(tmp_path: Path) -> None:
+    """Only a checksum of it is recorded. Batch norm of the merged samples takes its input also by name."""
+    script = write_script(
+        tmp_path,
+        """
+import random, torch
+net = torch.nn.Linear(2, 1)
+torch.nn.BatchNorm1d(2)(input=torch.ones(2, 2))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(2):
+    net(torch.ones(1, 2)).sum().backward()
+    assert random.choice(["flip", "crop"]) in ("flip", "crop")
+    optimizer.step()
+""",
+    )
+    with ScriptHost([script]) as host:
+        recording = host.run(ranks=2)
+        assert host.run(imposed=Imposed(recording=recording)).failure == recording.failure == ""
+
+
+def test_loader_of_rank_0_does_not_shift_the_others(tmp_path: Path) -> None:
+    """Rank 0 constructs one more loader and evaluates the training data. The gradients are those of both ranks."""
+    script = write_script(
+        tmp_path,
+        """
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = torch.randn(16, 2)
+if dist.get_rank() == 0:
+    evaluation = DataLoader(data, 4)
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+training = DataLoader(data, 4, sampler=DistributedSampler(data))
+for epoch in range(3):
+    for x in training:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            print(sum(net.module(x).mean() for x in [*evaluation, *training]))
+""",
+    )
+    with ScriptHost([script]) as host:
+        two_ranks = host.run(ranks=2, float64=True)
+        one_rank = host.run(float64=True, imposed=Imposed(recording=two_ranks))
+    assert (two_ranks.failure, one_rank.failure, one_rank.ranks[0].facts["refused"]) == ("", "", [])
+    assert len(one_rank.ranks[0].updates) == 6
+    for expected, actual in zip(two_ranks.ranks[0].updates, one_rank.ranks[0].updates, strict=True):
+        for name, gradient in expected.gradients.items():
+            torch.testing.assert_close(actual.gradients[name], gradient, rtol=1e-10, atol=1e-12)

@@ -29,12 +29,13 @@ def divide_by_sampler(script: EditedScript, finding: Finding) -> None:
     source, call = script.source, script.call_at(line_of_finding(finding), "DataLoader")
     dataset = script.keyword(call, "dataset")
     data = source.code(call.args[0]) if call.args else source.code(dataset.value) if dataset else ""
-    if not data or any(script.keyword(call, name) for name in ("sampler", "batch_sampler")) or len(call.args) > 2:
+    if not data or any(script.keyword(call, name) for name in ("sampler", "batch_sampler")) or len(call.args) > 3:
         raise CannotRepairError("the loader already has a sampler")
     sampler = script.imported("torch.utils.data.distributed", "DistributedSampler")
     reason = "the sampler gives each rank its own samples"
-    shuffle = script.keyword(call, "shuffle")
-    shuffle_argument = f"shuffle={source.code(shuffle.value)}" if shuffle else "shuffle=False"
+    shuffle = call.args[2] if len(call.args) > 2 else script.keyword(call, "shuffle")
+    value = shuffle.value if isinstance(shuffle, ast.keyword) else shuffle
+    shuffle_argument = f"shuffle={source.code(value)}" if value is not None else "shuffle=False"
     text = (
         f"sampler={sampler}({data})"
         if shuffle_argument == "shuffle=True"
@@ -113,6 +114,10 @@ def all_ranks_read(script: EditedScript, _: Finding) -> None:
         extra += [argument for argument in call.keywords if argument.arg in ("num_replicas", "rank")]
         if extra:
             kept = [script.source.code(call.args[0])] if call.args else []
+            kept += [
+                f"{name}={script.source.code(argument)}"
+                for name, argument in zip(("shuffle", "seed", "drop_last"), call.args[3:], strict=False)
+            ]
             kept += [
                 script.source.code(argument)
                 for argument in call.keywords

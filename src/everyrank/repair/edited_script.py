@@ -120,6 +120,17 @@ class EditedScript:
         """Return a keyword argument of a call."""
         return next((argument for argument in call.keywords if argument.arg == name), None)
 
+    def assigned_values(self, name: str, within: ast.AST) -> list[ast.expr]:
+        """Return the values that are assigned to a name, also in `a, b = 0, []`."""
+        values: list[ast.expr] = []
+        for store in self.source.stores(name, within):
+            statement, parent = self.source.statement(store), self.source.parents[store]
+            value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
+            if isinstance(parent, ast.Tuple) and isinstance(value, ast.Tuple) and len(parent.elts) == len(value.elts):
+                value = value.elts[next(index for index, each in enumerate(parent.elts) if each is store)]
+            values += [value] if value is not None else []
+        return values
+
     def loop_around(self, line: int) -> ast.For:
         """Return the innermost `for` loop of the same function that holds this line."""
         statement = self.statement_at(line)

@@ -29,7 +29,9 @@ __all__ = [
 
 def add_up_over_ranks(script: EditedScript, finding: Finding) -> None:
     """Add up the sums of an evaluation's loop over the ranks."""
-    lines = [line_of_finding(finding), *(int(each.rpartition(":")[2]) for each in finding.other_lines)]
+    path = finding.location.rpartition(":")[0]
+    others = [each.rpartition(":")[2] for each in finding.other_lines if each.rpartition(":")[0] == path]
+    lines = [line_of_finding(finding), *map(int, others)]
     for line in lines:
         try:
             loop = script.loop_around(line)
@@ -40,9 +42,23 @@ def add_up_over_ranks(script: EditedScript, finding: Finding) -> None:
         scope = script.source.scope(loop)
         if not names or any(f"len({loader_of_loop(script, loop)})" in script.source.code(node) for node in scope.body):
             continue
+        if not all(_is_number(script, node.target, scope) for node in sums):
+            continue
         _add_over_ranks(script, loop, names)
         return
     raise CannotRepairError("no loop that adds up sums and counts was found")
+
+
+def _is_number(script: EditedScript, target: ast.expr, scope: ast.AST) -> bool:
+    """Whether a target of `+=` may be a number: not a list that collects predictions, or one element of many."""
+    collections = (ast.List, ast.ListComp, ast.Tuple, ast.Dict, ast.JoinedStr)
+    values = script.assigned_values(script.source.code(target), scope)
+    return isinstance(target, ast.Name | ast.Attribute) and not any(
+        isinstance(value, collections)
+        or (isinstance(value, ast.Constant) and isinstance(value.value, str))
+        or script.source.code(value) == "list()"
+        for value in values
+    )
 
 
 def _add_over_ranks(script: EditedScript, loop: ast.For, names: list[str]) -> None:
@@ -98,6 +114,12 @@ def _weigh_sums(
 ) -> None:
     """Multiply each added mean by its number of terms, and divide the sum by the number of all terms."""
     counters = [node for node in sums if isinstance(node.value, ast.Constant) and node.value.value == 1]
+    conditions = [node.test for node in ast.walk(loop) if isinstance(node, ast.If | ast.IfExp)]
+    read_in_conditions = {script.source.code(node) for test in conditions for node in ast.walk(test)}
+    for node in counters:
+        if script.source.code(node.target) in read_in_conditions:
+            name = script.source.code(node.target)
+            raise CannotRepairError(f"a condition in the loop reads {name}, which has to count batches there")
     for node in sums_of_means:
         is_simple = isinstance(node.value, ast.Name | ast.Attribute | ast.Call)
         script.source.wrap(node.value, *(("", f" * {terms}") if is_simple else ("(", f") * {terms}")), _MEAN)
@@ -193,13 +215,15 @@ def train_in_train_mode(script: EditedScript, finding: Finding) -> None:
 
 def dropout_by_mode(script: EditedScript, _: Finding) -> None:
     """F.dropout(x, p) -> F.dropout(x, p, training=self.training), also dropout_p of attention."""
-    num_edits = len(script.source.edits)
+    num_edits, functional_names = len(script.source.edits), _functional_names(script)
     reason = "no dropout in eval mode"
     for call in script.calls_of("dropout", "scaled_dot_product_attention"):
         scope = script.source.scope(call)
         has_self = isinstance(scope, ast.FunctionDef) and "self" in [parameter.arg for parameter in scope.args.args]
         probability = script.keyword(call, "dropout_p")
-        if not has_self or script.source.code(call.func).startswith("self."):
+        owner = script.source.code(call.func).rpartition(".")[0]
+        is_module = script.last_name(call) == "dropout" and owner not in functional_names  # its call knows the mode
+        if not has_self or is_module or owner.startswith("self"):
             continue
         if probability is not None and "self.training" not in script.source.code(probability):
             text = script.source.code(probability.value)
@@ -210,3 +234,13 @@ def dropout_by_mode(script: EditedScript, _: Finding) -> None:
             script.source.wrap(last_argument, "", ", training=self.training", reason)
     if len(script.source.edits) == num_edits:
         raise CannotRepairError("no dropout that ignores the mode was found in a method")
+
+
+def _functional_names(script: EditedScript) -> set[str]:
+    """Return the names of torch.nn.functional in a script, and "" for functions that are imported from it."""
+    names = {"", "F", "torch.nn.functional", "nn.functional", "functional"}
+    imports = [node for node in ast.walk(script.source.tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    for node in imports:
+        package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        names |= {alias.asname or "" for alias in node.names if f"{package}{alias.name}" == "torch.nn.functional"}
+    return names

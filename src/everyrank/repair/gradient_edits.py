@@ -163,6 +163,8 @@ def divide_by_micro_batches(script: EditedScript, finding: Finding) -> None:
     match = re.search(r"divided by the (\d+) backwards", finding.text)
     number = match[1] if match else ""
     for step in script.calls_of("step"):
+        if re.search(r"sched|(\b|_)lr", script.source.code(step.func)):
+            continue
         condition = script.source.around(step, ast.If)
         for node in ast.walk(condition.test) if isinstance(condition, ast.If) else ():
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
@@ -255,4 +257,5 @@ def clip_before_step(script: EditedScript, finding: Finding) -> None:
     if "\n" in text:
         raise CannotRepairError("the statement has several lines")
     script.remove_statement(statement, "moved to after the last backward, which averages the gradients")
-    script.source.insert_before(script.source.statement(steps[0]), text, "the ranks clip by the same norm")
+    next_step = min(steps, key=lambda call: call.lineno)
+    script.source.insert_before(script.source.statement(next_step), text, "the ranks clip by the same norm")

@@ -54,11 +54,27 @@ def seed_by_rank(script: EditedScript, _: Finding) -> None:
     seeds = [call for call in seeds if call.args]
     later_seeds = [call for call in seeds if call.lineno > wrap.lineno and script.source.statement(call) in block]
     if later_seeds:
-        script.source.wrap(later_seeds[-1].args[0], "", f" + {script.dist}.get_rank()", reason)
+        _add_rank(script, later_seeds[-1].args[0], reason)
         return
-    earlier_seeds = [call for call in seeds if call.lineno < wrap.lineno]
-    seed = script.source.code(earlier_seeds[-1].args[0]) if earlier_seeds else "torch.initial_seed()"
-    script.source.insert_after(wrap, f"torch.manual_seed({seed} + {script.dist}.get_rank())", reason)
+    earlier_seeds = [call.args[0] for call in seeds if call.lineno < wrap.lineno]
+    before, after = _brackets(earlier_seeds[-1]) if earlier_seeds else ("", "")
+    seed = script.source.code(earlier_seeds[-1]) if earlier_seeds else "torch.initial_seed()"
+    script.source.insert_after(wrap, f"torch.manual_seed({before}{seed}{after} + {script.dist}.get_rank())", reason)
+
+
+def _add_rank(script: EditedScript, seed: ast.expr, reason: str) -> None:
+    """Add the rank to a seed: seed + dist.get_rank()."""
+    before, after = _brackets(seed)
+    script.source.wrap(seed, before, f"{after} + {script.dist}.get_rank()", reason)
+
+
+def _brackets(term: ast.expr) -> tuple[str, str]:
+    """Return the brackets that an expression needs as a term of a sum: `(a or b) + rank`."""
+    binds_less = isinstance(term, ast.BoolOp | ast.IfExp | ast.Compare | ast.Lambda | ast.NamedExpr) or (
+        isinstance(term, ast.BinOp)
+        and isinstance(term.op, ast.LShift | ast.RShift | ast.BitAnd | ast.BitOr | ast.BitXor)
+    )
+    return ("(", ")") if binds_less else ("", "")
 
 
 def start_with_rank_0(script: EditedScript, _: Finding) -> None:
@@ -81,9 +97,7 @@ def seed_generator_by_rank(script: EditedScript, _: Finding) -> None:
     seeds = [call for call in script.calls_of("manual_seed") if script.source.code(call.func) != "torch.manual_seed"]
     for call in seeds:
         if call.args:
-            script.source.wrap(
-                call.args[0], "", f" + {script.dist}.get_rank()", "each rank draws its own random numbers"
-            )
+            _add_rank(script, call.args[0], "each rank draws its own random numbers")
             return
     raise CannotRepairError("no generator has a seed")
 

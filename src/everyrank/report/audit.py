@@ -96,9 +96,10 @@ def _relative(path: str) -> str:
 def _excerpts(name: str, findings: list[Finding]) -> list[dict[str, Any]]:
     """Return the lines around each finding, in the order of the file, with the findings of that line."""
     try:
-        lines = Path(name).read_text(encoding="utf-8", errors="replace").splitlines() if name else []
+        text = Path(name).read_text(encoding="utf-8", errors="replace") if name else ""
     except OSError:  # the file has been removed
-        lines = []
+        text = ""
+    lines = text.removesuffix("\n").split("\n") if text else []  # splitlines would also divide at a form feed
     by_line: dict[int, list[Finding]] = {}
     for finding in findings:
         by_line.setdefault(int(finding.location.rpartition(":")[2] or 0), []).append(finding)

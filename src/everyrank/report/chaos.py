@@ -66,11 +66,11 @@ def print_chaos(records: Sequence[Record]) -> None:
         rows = [record for record in records if (record.layout, record.backend) == (layout, backend)]
         first = rows[0]
         title = f"{first.workload} · {layout} · {first.world_size} on {first.device} ({backend})"
-        table = Table(title=printable(title), title_justify="left")
+        table = Table(title=Text(printable(title)), title_justify="left")  # rich would read [markup] in a str
         for name in _COLUMNS:
             table.add_column(name, justify="right" if name in _NUMBERS else "left")
         for record in rows:
-            table.add_row(*map(Text, _cells(record)))
+            table.add_row(*[Text(printable(cell)) for cell in _cells(record)])
         console.print(table)
         if any(record.parity.status == "equal" and not record.parity.bitwise for record in rows):
             console.print(Text(_GLOO_NOT_BITWISE if backend == "gloo" else _NOT_BITWISE, style="dim"))

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,9 @@ def _curve_of_rows(path: Path, rows: Sequence[Mapping[str, str]], column: str | 
     loss = _find_column(str(path), names, column)
     lower = {name.lower(): name for name in reversed(names)}
     step = next((lower[name] for name in _STEP_NAMES if name in lower and lower[name] != loss), None)
+    with_loss = [row for row in rows if row.get(loss, "").strip()]
+    if step is not None and _begins_again_in_epochs(with_loss, step, lower.get("epoch", step)):
+        step = None  # the rows are counted instead
     losses: dict[int, float] = {}
     texts: list[str] = []
     for index, row in enumerate(rows):
@@ -171,6 +175,13 @@ def _curve_of_rows(path: Path, rows: Sequence[Mapping[str, str]], column: str | 
     if not losses:
         raise UsageError(f"{path}: the column {loss} has no values")
     return Curve(path.name, dict(sorted(losses.items())), _resolution(texts))
+
+
+def _begins_again_in_epochs(rows: Sequence[Mapping[str, str]], step: str, epoch: str) -> bool:
+    """Whether the steps are counted from the start again in a later epoch. After a resume the epoch is not later."""
+    numbers = [(_number(row.get(epoch, "")), _number(row.get(step, ""))) for row in rows]
+    known = [(row_epoch, row_step) for row_epoch, row_step in numbers if row_epoch is not None and row_step is not None]
+    return any(next_epoch > epoch and next_step <= step for (epoch, step), (next_epoch, next_step) in pairwise(known))
 
 
 def _find_column(path: str, names: Sequence[str], column: str | None) -> str:

@@ -24,7 +24,7 @@ def _gib(size: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+    return f"{value:.2f} s" if value >= 1 else f"{_digits(value * 1e3)} ms"
 
 
 def _share(value: float) -> str:
@@ -34,8 +34,13 @@ def _share(value: float) -> str:
 def _count(value: float) -> str:
     for size, name in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if value >= size:
-            return f"{value / size:.3g}{name}"
-    return f"{value:.3g}"
+            return f"{_digits(value / size)}{name}"
+    return _digits(value)
+
+
+def _digits(value: float) -> str:
+    """Return a number with three digits, and no exponent for a large one."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def plan_title(answer: _Answer) -> str:

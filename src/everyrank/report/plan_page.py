@@ -18,7 +18,7 @@ _MAX_NAME_LENGTH = 28  # letters of a layout below a bar
 
 def plan_page(answer: Mapping[str, Any], argv: Sequence[str]) -> str:
     """Return the page as text. Raises `CannotRunError` if jinja2 or matplotlib is missing."""
-    notes = plan_notes(answer)
+    notes = [line for line in plan_notes(answer) if line]  # empty lines divide them on the terminal
     sized = [row for row in answer["layouts"] if row.get("categories")]
     shortlist = answer.get("shortlist", [])
     names = [row["layout"] for row in [*sized, *shortlist]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from everyrank._version import __version__
 from everyrank.audit import Audit, Finding
@@ -74,7 +75,7 @@ def _result(finding: Finding, index: int) -> dict[str, Any]:
 
 def _physical_location(location: str) -> dict[str, Any]:
     path, line = _location(location)
-    uri = Path(path).as_posix() if not Path(path).is_absolute() else Path(path).as_uri()
+    uri = Path(path).as_uri() if Path(path).is_absolute() else quote(os.fsencode(Path(path).as_posix()))
     return {"artifactLocation": {"uri": uri}, "region": {"startLine": line}}
 
 

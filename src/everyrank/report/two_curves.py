@@ -193,10 +193,11 @@ def _different_start(
     text = (
         f"the first losses (step {first}) are {first_before:.6g} and {first_now:.6g}: {share:.1e} of their value apart"
     )
-    ratios = [now.losses[step] / before.losses[step] for step in steps if before.losses[step]]
-    factor = ratios[0] if ratios else 1.0
-    round_factor = round(factor) if factor >= 1 else 1 / round(1 / factor) if factor > 0 else 0.0
-    tolerance = 10 * max(tolerances[step] / abs(before.losses[step]) for step in steps if before.losses[step])
+    nonzero_steps = [step for step in steps if before.losses[step]]
+    factor = now.losses[nonzero_steps[0]] / before.losses[nonzero_steps[0]] if nonzero_steps else 1.0
+    is_ratio = 0 < factor < math.inf and 1 / factor < math.inf
+    round_factor = 0.0 if not is_ratio else round(factor) if factor >= 1 else 1 / round(1 / factor)
+    tolerance = 10 * max((tolerances[step] / abs(before.losses[step]) for step in nonzero_steps), default=0.0)
     if round_factor and abs(round_factor - 1) > 1e-9 and abs(factor / round_factor - 1) < tolerance:
         return CurveComparison(
             "different", f"{text}; B is {round_factor:.6g} times A: a scale in the loss", assumptions=()

@@ -20,9 +20,13 @@ _GLOBAL_SIZE_NAME = re.compile(r"global|total|world|all_", re.IGNORECASE)
 
 def with_larger_batches(tree: ast.Module, factor: int, name: str = BATCH_SIZES) -> None:
     """Multiply the integers of this name in a script, in place. By default, multiply all batch sizes."""
-    for value, of_name in _named_integers(tree):
-        if of_name == name or (name == BATCH_SIZES and _is_batch_size(of_name)):
-            value.value *= factor
+    integers = [  # `batch_size = bs = 4` has one integer with two names
+        value
+        for value, of_name in _named_integers(tree)
+        if of_name == name or (name == BATCH_SIZES and _is_batch_size(of_name))
+    ]
+    for value in {id(value): value for value in integers}.values():
+        value.value *= factor
 
 
 def sizes_that_divide(source: bytes, rows: int) -> list[str]:

@@ -57,6 +57,7 @@ class ScriptHost:
         self.num_runs = 0
 
     def __enter__(self) -> Self:
+        script = find_script(self.python_args)
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="everyrank-rerun-"))
         except OSError as error:
@@ -66,7 +67,6 @@ class ScriptHost:
         self._cleanup = contextlib.ExitStack()
         self._cleanup.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self._cleanup.enter_context(guarded(self.folder))
-        script = find_script(self.python_args)
         main = str(script.absolute()) if script else ""
         environment = {
             **os.environ,
@@ -203,6 +203,8 @@ class ScriptHost:
             self._process.stdin.flush()
             limit = self.timeout_seconds + 60.0  # torch is imported first
             if not select.select([self._process.stdout], [], [], limit)[0]:
+                self._process.kill()  # its late answer would be taken for that to the next request
+                self._process.wait()
                 return {"failure": f"no answer within {limit:g} s", "traceback": ""}
             line = self._process.stdout.readline()
         except OSError as error:

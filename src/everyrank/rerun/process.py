@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":  # redirect files before any other import can copy `open`
+    import os
+
     from everyrank.audit.watch.overlay import install_overlay
 
     OVERLAY = install_overlay(sys.argv[1], sys.argv[2])
+    REPLIES = os.dup(1)
+    os.dup2(2, 1)  # what a module prints when it is imported must not mix with the replies
 
 import contextlib
 import importlib
@@ -72,15 +76,22 @@ def _run_once(settings: dict[str, Any]) -> dict[str, str]:
         if process not in codes:
             os.waitpid(process, 0)
     errors = sorted(Path(settings["folder"]).glob("error*"), key=lambda path: path.stat().st_mtime)
-    first_traceback = errors[0].read_text() if errors else ""
+    first_traceback = errors[0].read_text(encoding="utf-8", errors="replace") if errors else ""
     if errors:
-        failure = f"rank {errors[0].name.removeprefix('error')}: {first_traceback.strip().splitlines()[-1]}"
+        failure = f"rank {errors[0].name.removeprefix('error')}: {_error_line(first_traceback)}"
     elif any(codes.values()):
         failed_process = next(process for process in codes if codes[process])
         failure = f"rank {processes[failed_process]} ended with status {codes[failed_process]}"
     else:
         failure = f"no end within {settings['timeout']:g} s" if len(codes) < len(processes) else ""
     return {"failure": failure[:500], "traceback": first_traceback[-8000:]}
+
+
+def _error_line(text: str) -> str:
+    """Return the line with the exception of a traceback: its message may have more lines, which mean little alone."""
+    lines = text.strip().splitlines() or ["an error that could not be written"]
+    last_frame = max((index for index, line in enumerate(lines) if line.startswith("  File ")), default=-1)
+    return next((line for line in lines[last_frame + 1 :] if not line.startswith(" ") and line), lines[-1])
 
 
 def _wait(processes: dict[int, int], timeout_seconds: float) -> dict[int, int]:
@@ -128,7 +139,9 @@ def _run_as_rank(settings: dict[str, Any], rank: int, port: int) -> NoReturn:
     except BaseException:  # any error of the script
         exit_code = 1
         with contextlib.suppress(OSError):
-            (folder / f"error{rank}").write_text(traceback.format_exc())
+            text = traceback.format_exc()
+            # a file name that is not UTF-8 has surrogates, which UTF-8 does not encode
+            (folder / f"error{rank}").write_text(text, encoding="utf-8", errors="backslashreplace")
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -137,8 +150,7 @@ def _run_as_rank(settings: dict[str, Any], rank: int, port: int) -> NoReturn:
 
 def _main() -> None:
     torch.set_num_threads(1)
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # other output must not mix with the replies
+    replies = os.fdopen(REPLIES, "w")
     for line in sys.stdin:
         print(json.dumps(_run(json.loads(line))), file=replies, flush=True)
 

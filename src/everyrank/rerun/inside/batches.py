@@ -11,6 +11,7 @@ import inspect
 import itertools
 import random
 import sys
+import zlib
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ __all__ = [
 ]
 
 _MAX_BYTES = 3e8
+_VALUES_DIFFER = "a batch holds a number or text without a batch dimension, and ranks differ in it"
+_EVALUATION_PASSES = 10**6  # number of the first pass without gradients
 _MAX_LISTED = 100_000  # batches of a pass; an endless pass has no last batch
 
 
@@ -48,24 +51,22 @@ def install_batches(session: Session) -> None:
     if session.settings["pass_batches"]:
         _shorten_passes(session.settings["pass_batches"])
     init, iterate, length = DataLoader.__init__, DataLoader.__iter__, DataLoader.__len__
-    num_loaders = 0
-    passes: dict[int, int] = {}
+    passes: dict[tuple[int, bool], int] = {}
     lengths: dict[int, int] = {}
     recorded_lengths = session.imposed[0]["facts"].get("lengths", {}) if session.imposed else {}
 
     @functools.wraps(init)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal num_loaders
         if session.settings["no_workers"] and session.is_active:
             args, kwargs = _without_workers(args, kwargs)
         init(self, *args, **kwargs)
-        object.__setattr__(self, "_everyrank_number", num_loaders)
+        number = _number_of_loader(session)
+        object.__setattr__(self, "_everyrank_number", number)
         if self.num_workers:
-            session.facts.setdefault("with_workers", []).append(num_loaders)
+            session.facts.setdefault("with_workers", []).append(number)
         with contextlib.suppress(Exception), session.quiet():
-            lengths[num_loaders] = length(self)
-        session.facts.setdefault("loader_places", {})[num_loaders] = user_line()
-        num_loaders += 1
+            lengths[number] = length(self)
+        session.facts.setdefault("loader_places", {})[number] = user_line()
         session.facts["lengths"] = lengths
 
     @functools.wraps(length)
@@ -77,7 +78,9 @@ def install_batches(session: Session) -> None:
     @functools.wraps(iterate)
     def iterating(self: Any) -> Any:
         number = getattr(self, "_everyrank_number", -1)
-        count = passes[number] = passes.get(number, -1) + 1
+        trains = torch.is_grad_enabled()
+        # evaluations are counted separately, because perhaps only rank 0 evaluates
+        count = passes[number, trains] = passes.get((number, trains), -1 if trains else _EVALUATION_PASSES - 1) + 1
         session.passes[id(self.dataset)] = session.passes.get(id(self.dataset), -1) + 1
         if session.settings["by_rows"]:
             key = [number, count]
@@ -85,24 +88,33 @@ def install_batches(session: Session) -> None:
             with session.script_draws():
                 iterator = iterate(self)
             return _ByRows(session, iterator, key, recorded) if recorded else _Recorded(session, iterator, key)
-        if session.imposed:
-            rank_batches = [each["batches"] for each in session.imposed]
-            key = [number, count]
-            batches = [
-                [batch for loader_pass, batch, _ in batches_of_rank if loader_pass == key]
-                for batches_of_rank in rank_batches
-            ]
-            is_trained = any(number in each["facts"].get("training_loaders", []) for each in session.imposed)
-            if not is_trained and session.settings["evaluation_rank"] is not None:
-                batches = batches[session.settings["evaluation_rank"] :][:1]
-            if any(batches):
-                return _Imposed(session, batches, number, is_trained)
-            session.report_not_imposed(f"the {len(session.imposed)} ranks did not read pass {count} of loader {number}")
+        if session.imposed and (merged := _merged_pass(session, number, count)) is not None:
+            return merged
         # a custom batch sampler yields each rank's part of a batch; torch's yields the whole batch on every rank
         session.is_split = type(self.batch_sampler) is not BatchSampler
         return _Recorded(session, iterate(self), [number, count])
 
     DataLoader.__init__, DataLoader.__iter__, DataLoader.__len__ = construct, iterating, imposed_length
+
+
+def _merged_pass(session: Session, number: int, count: int) -> _Imposed | None:
+    """The recorded batches of a pass over a loader; None if no rank has read any."""
+    batches = [
+        [batch for loader_pass, batch, _ in each["batches"] if loader_pass == [number, count]]
+        for each in session.imposed
+    ]
+    is_trained = any(number in each["facts"].get("training_loaders", []) for each in session.imposed)
+    if not is_trained and session.settings["evaluation_rank"] is not None:
+        batches = batches[session.settings["evaluation_rank"] :][:1]
+    if not (all(batches) if is_trained and torch.is_grad_enabled() else any(batches)):
+        session.report_not_imposed(f"not all {len(batches)} ranks read this pass over the loader of {user_line()}")
+    return _Imposed(session, batches, number) if any(batches) else None
+
+
+def _number_of_loader(session: Session) -> int:
+    """The number of a new loader, by the line that constructs it: it is the same if only rank 0 has more loaders."""
+    location, _, count = session.key("loader")
+    return zlib.crc32(f"{location} {count}".encode())
 
 
 class _Recorded:
@@ -152,9 +164,8 @@ class _Recorded:
 class _Imposed:
     """The merged batches of several ranks."""
 
-    def __init__(self, session: Session, rank_batches: list[list[Any]], number: int, is_trained: bool) -> None:
-        self._session, self._parts, self._next = session, rank_batches, 0
-        self._number, self._is_trained = number, is_trained
+    def __init__(self, session: Session, rank_batches: list[list[Any]], number: int) -> None:
+        self._session, self._parts, self._number, self._next = session, rank_batches, number, 0
 
     def __iter__(self) -> Any:
         return self
@@ -227,23 +238,24 @@ def rows_between(batch: Any, start: int, end: int) -> Any:
 # --- batches as containers of tensors, numbers and text
 
 _PLAIN = (bool, int, float, str, type(None))
+_MAX_ITEM_BYTES = 8  # torch has no long double
 
 
 def encode_batch(value: Any) -> Any:
     """A copy of a batch in containers that torch.load supports with weights_only. Raises `NotMergedError`."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return {"__numpy__": torch.from_numpy(value.copy())}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.itemsize <= _MAX_ITEM_BYTES:
+        return {"__numpy__": torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))}
     if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, _PLAIN):
+        value = value.item()
+    if type(value) in _PLAIN:  # not an enumeration, which torch.load does not support
         return value
     if type(value) is dict:
-        return {key: encode_batch(each) for key, each in value.items()}
+        return {encode_batch(key): encode_batch(each) for key, each in value.items()}
     if isinstance(value, collections.UserDict):  # such as BatchEncoding of transformers
         kind = f"{type(value).__module__}:{type(value).__qualname__}"
-        return {"__mapping__": kind, "items": {key: encode_batch(each) for key, each in value.items()}}
+        return {"__mapping__": kind, "items": encode_batch(dict(value.items()))}
     if type(value) in (list, tuple):
         container: Any = type(value)
         return container(encode_batch(each) for each in value)
@@ -269,16 +281,22 @@ def decode_batch(value: Any) -> Any:
 
 
 def is_equal(first: Any, second: Any) -> bool:
-    """Whether two encoded batches have the same content."""
+    """Whether two encoded batches have the same content. NaN, which often marks a missing value, equals NaN."""
     if type(first) is not type(second):
         return False
     if isinstance(first, torch.Tensor):
-        return first.shape == second.shape and torch.equal(first, second)
+        return first.shape == second.shape and _has_equal_elements(first, second)
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(is_equal(first[key], second[key]) for key in first)
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(is_equal, first, second))
-    return first == second
+    return first == second or (first != first and second != second)
+
+
+def _has_equal_elements(first: Any, second: Any) -> bool:
+    if first.layout is not torch.strided:
+        first, second = first.to_dense(), second.to_dense()
+    return torch.equal(first, second) or bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 def rows_of_batch(batch: Any) -> int:
@@ -310,9 +328,9 @@ def merge_batches(batches: list[Any]) -> Any:
         raise NotMergedError("ranks read batches of different types")
     if isinstance(first, torch.Tensor):
         if not first.dim():
-            if all(torch.equal(batch, first) for batch in batches):
+            if all(is_equal(batch, first) for batch in batches):
                 return first
-            raise NotMergedError("a batch holds a number without a batch dimension, and ranks differ in it")
+            raise NotMergedError(_VALUES_DIFFER)
         if any(batch.shape[1:] != first.shape[1:] or batch.dtype != first.dtype for batch in batches):
             raise NotMergedError(SHAPES_DIFFER)
         return torch.cat(batches)
@@ -324,9 +342,9 @@ def merge_batches(batches: list[Any]) -> Any:
         if any(len(batch) != len(first) for batch in batches) or not _has_columns(first):
             return type(first)(each for batch in batches for each in batch)
         return type(first)(merge_batches([batch[index] for batch in batches]) for index in range(len(first)))
-    if all(batch == first for batch in batches):
+    if all(is_equal(batch, first) for batch in batches):
         return first
-    raise NotMergedError("a batch holds a number without a batch dimension, and ranks differ in it")
+    raise NotMergedError(_VALUES_DIFFER)
 
 
 def _has_columns(batch: Any) -> bool:
@@ -395,7 +413,7 @@ def _shuffle_in_one_order(session: Session) -> None:
     def seeded_sample(dataset: Any, index: Any) -> Any:
         with session.quiet():
             states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-            number = int(index) if isinstance(index, int | np.integer) else hash(index)
+            number = int(index) if isinstance(index, int | np.integer) else zlib.crc32(repr(index).encode())
             # by pass, and not by how often this rank has read it, because another rank may have read it before
             seed = (number * 7919 + session.passes.get(id(dataset), 0)) % 2**31
             random.seed(seed)

@@ -99,7 +99,7 @@ class _Draws(TorchDispatchMode):
             self.record_sending_line()
             for tensor in _tensors(args):
                 self.sent_tensors[tensor] = True
-        if name == "_local_scalar_dense" and len(session.items) < _MAX_VALUES:
+        if name == "_local_scalar_dense" and len(session.items) < _MAX_VALUES and not isinstance(out, complex):
             is_local = args[0].requires_grad and args[0] not in self.sent_tensors
             session.items.append([float(out), user_line(), session.update, is_local])
         if session.copies and name.endswith("_"):

@@ -98,7 +98,7 @@ class _Watcher:
         return record
 
     def before_call(self, namespace: Any, name: str, add_record: Callable[..., Any]) -> None:
-        """Hook a function: call `note` with the arguments before each call."""
+        """Hook a function: call `add_record` with the arguments before each call."""
         original = getattr(namespace, name)
 
         @functools.wraps(original)
@@ -149,7 +149,7 @@ class _Watcher:
                     module=type(module).__name__,
                     trains=torch.is_grad_enabled() and module.training,
                     reached=False,
-                    shapes=[list(next(iter(_tensors(each)), torch.empty(0)).shape) for each in args],
+                    shapes=[_shape(next(iter(_tensors(each)), torch.empty(0))) for each in args],
                     blocks=_blocks(module),
                     batch_dim=_batch_dim(module),
                     sources=_sources(next(user_frames(), None), _tensors(args)),
@@ -274,8 +274,9 @@ class _Watcher:
             self.before_call(
                 os,
                 name,
-                lambda path, *_args, _name=name, **_kwargs: (
-                    _is_user_path(path) and self.add_record("write", name=_name)
+                lambda *args, _name=name, **kwargs: (
+                    _is_user_path(args[0] if args else kwargs.get("path", kwargs.get("name")))
+                    and self.add_record("write", name=_name)
                 ),
             )
         original = builtins.open
@@ -365,14 +366,20 @@ def _sources(frame: Any, inputs: list[Any]) -> list[tuple[str, list[int]]]:
     ]
 
 
+def _shape(tensor: Any) -> list[int]:
+    """The shape of a tensor, with -1 for the ragged dimension of a nested tensor."""
+    return [size if isinstance(size, int) else -1 for size in tensor.shape]
+
+
 def _has_memory(tensor: Any) -> bool:
-    """Whether a tensor has a storage, which a sparse one does not."""
-    return tensor.layout is torch.strided
+    """Whether a tensor has a storage, which a sparse one, and one inside torch.func.grad and vmap, does not."""
+    return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _path(file: Any) -> str:
     """The absolute path of a path or an open file; "" for other objects."""
-    return os.path.realpath(getattr(file, "name", file)) if isinstance(getattr(file, "name", file), str) else ""
+    path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
+    return os.path.realpath(path) if isinstance(path, str | os.PathLike) else ""
 
 
 def _is_user_path(path: Any) -> bool:
@@ -396,6 +403,6 @@ def _span(frame: Any) -> list[int]:
 def _tensors(value: Any) -> list[Any]:
     if isinstance(value, torch.Tensor):
         return [value]
-    if hasattr(value, "values") and hasattr(value, "keys"):
+    if hasattr(value, "values") and hasattr(value, "keys") and not isinstance(value, type):
         return [tensor for each in value.values() for tensor in _tensors(each)]
     return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []

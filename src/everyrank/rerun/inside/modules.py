@@ -172,8 +172,12 @@ def install_module_names(session: Session) -> ModuleNames:
 
 
 def _is_training(session: Session, module: Any) -> bool:
-    """Whether this is a training forward, and not the second forward of activation checkpointing."""
-    return torch.is_grad_enabled() and module.training and not session.in_backward
+    """Whether this is a training forward, and not the second forward of activation checkpointing.
+
+    Forwards inside torch.func.grad and vmap do not count: their tensors have no memory, so they cannot be recorded.
+    """
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return torch.is_grad_enabled() and module.training and not session.in_backward and not is_transformed
 
 
 def _is_plain(value: Any) -> bool:

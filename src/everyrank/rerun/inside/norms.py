@@ -24,8 +24,8 @@ def install_norms(session: Session) -> None:
         return
     plain: Any = _BatchNorm.forward
 
-    def forward(self: Any, values: Any) -> Any:
-        rows = session.rows
+    def forward(self: Any, input: Any) -> Any:  # noqa: A002  (torch's name)
+        values, rows = input, session.rows
         if isinstance(self, SyncBatchNorm) or not (self.training and rows and len(values) % sum(rows) == 0):
             return plain(self, values)
         scale = len(values) // sum(rows)
@@ -54,10 +54,10 @@ def _install_norms_over_ranks() -> None:
     kind: Any = _BatchNorm
     plain, over_ranks = kind.forward, SyncBatchNorm.forward
 
-    def forward(self: Any, values: Any) -> Any:
+    def forward(self: Any, input: Any) -> Any:  # noqa: A002  (torch's name)
         if not (self.training and dist.is_initialized()):
-            return plain(self, values)
+            return plain(self, input)
         self.process_group = None
-        return over_ranks(self, values)
+        return over_ranks(self, input)
 
     kind.forward = forward

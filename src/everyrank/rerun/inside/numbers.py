@@ -58,14 +58,19 @@ def _with_recording(session: Session, function: Any, name: str) -> Any:
             session.report_not_imposed(
                 f"the ranks draw different random numbers for their batches at {location} ({name})"
             )
-        return rank_values[0] if type(value) is type(rank_values[0]) else value
+        return rank_values[0] if _is_number(value) and _is_number(rank_values[0]) else value
 
     return draw_and_record
 
 
+def _is_number(value: Any) -> bool:
+    """Whether a value is imposed. Of other values only a checksum is recorded."""
+    return type(value) in (int, float)
+
+
 def _comparable(value: Any) -> Any:
     """A number unchanged, or the checksum of any other value as text."""
-    if type(value) in (int, float):
+    if _is_number(value):
         return value
     content = value.tobytes() if isinstance(value, np.ndarray | np.generic) else repr(value).encode()
     return f"{zlib.crc32(content)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import re
@@ -68,7 +69,8 @@ def install_printed(session: Session) -> None:
     @functools.wraps(handle)
     def record_and_handle(self: Any, record: Any) -> None:
         if session.is_active:
-            record_line(session, user_line(), record.getMessage(), "logging")
+            with contextlib.suppress(Exception):  # logging also only reports a text that does not fit its arguments
+                record_line(session, user_line(), record.getMessage(), "logging")
         handle(self, record)
 
     logging.Logger.handle = record_and_handle

@@ -128,12 +128,12 @@ def watch_setup(watcher: Any) -> None:
 
         setattr(torch.nn.utils, name, record_clip)
         setattr(torch.nn.utils.clip_grad, name, record_clip)
-    seed = torch.manual_seed
+    set_seed = torch.manual_seed
 
-    @functools.wraps(seed)
-    def record_seed(value: Any) -> Any:
-        watcher.add_record("torch_seed", value=int(value))
-        return seed(value)
+    @functools.wraps(set_seed)
+    def record_seed(seed: Any) -> Any:
+        watcher.add_record("torch_seed", value=int(seed))
+        return set_seed(seed)
 
     torch.manual_seed = record_seed
 
@@ -161,6 +161,14 @@ def _record_schedule(watcher: Any, schedule: Any) -> None:
     schedule.step = record_step
 
 
+def _length(value: Any) -> int:
+    """The length of a dataset or loader; -1 if it has none, or its own `__len__` raises an error."""
+    try:
+        return len(value)
+    except Exception:
+        return -1
+
+
 def _watch_loaders(watcher: Any) -> None:
     """Record the details of each loader that a workload file needs."""
     loader_class: Any = DataLoader
@@ -172,11 +180,7 @@ def _watch_loaders(watcher: Any) -> None:
         init(loader, *args, **kwargs)
         sampler = loader.sampler
         with watcher.session.quiet():
-            length = len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1
-            try:
-                batches = len(loader)
-            except TypeError:
-                batches = -1
+            length, batches = _length(loader.dataset), _length(loader)
         watcher.add_record(
             "loader_details",
             id=id(loader),

@@ -48,8 +48,7 @@ def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
     pretend = PretendCuda(settings["devices"]) if settings["devices"] else None
     if pretend is not None:
         pretend.install()
-    torch.compile = lambda model=None, *_args, **_kwargs: model if model is not None else (lambda function: function)
-    torch.nn.Module.compile = lambda *_args, **_kwargs: None
+    _disable_compilation()
     if settings["float64"]:
         install_float64()
     if settings["without_checkpointing"]:
@@ -79,9 +78,10 @@ def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
     try:
         with modes:
             _run_script(session)
-    except BaseException:
-        session.write()
-        raise
+    except BaseException as error:
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)):  # sys.exit(main()) is the end of a script
+            session.write()
+            raise
     session.facts["came_to_end"] = True
     session.finish()
 
@@ -97,11 +97,26 @@ def _run_script(session: Session) -> None:
         runpy.run_module(python_args[1], run_name="__main__", alter_sys=True)
         return
     sys.argv = python_args
-    sys.path[0:0] = [str(Path(python_args[0]).absolute().parent)]
+    path = Path(python_args[0]).absolute()  # Python also makes `__file__` absolute
+    sys.path[0:0] = [str((path.resolve() if path.is_symlink() else path).parent)]
     if settings["order"] or settings["expressions"] or settings["only_rates"]:
-        runpy.run_path(python_args[0], run_name="__main__")
+        runpy.run_path(str(path), run_name="__main__")
     else:
-        run_with_sources(session, python_args[0])
+        run_with_sources(session, str(path))
+
+
+def _disable_compilation() -> None:
+    """Let torch.compile return its argument. A model has the attribute `_orig_mod`, as a compiled one has."""
+
+    def uncompiled(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if model is None:  # a decorator with options
+            return lambda function: uncompiled(function, *args, **kwargs)
+        if isinstance(model, torch.nn.Module):
+            model.__dict__["_orig_mod"] = model
+        return model
+
+    torch.compile = uncompiled
+    torch.nn.Module.compile = lambda *_args, **_kwargs: None
 
 
 def _record_checkpointing(session: Session) -> None:
@@ -141,10 +156,15 @@ def _reject_absent_ranks() -> None:
         def checked(tensor: Any, peer: Any = None, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             peer_rank = kwargs.get("dst", kwargs.get("src", peer))
             if isinstance(peer_rank, int) and peer_rank >= dist.get_world_size():
-                raise ValueError(f"a message to or from rank {peer_rank}, which does not exist in a run on one rank")
+                ranks = dist.get_world_size()
+                raise ValueError(
+                    f"a message to or from rank {peer_rank}, which does not exist in a run with WORLD_SIZE={ranks}"
+                )
             return _original(tensor, *(() if peer is None else (peer,)), *args, **kwargs)
 
-        setattr(dist, name, functools.wraps(original)(checked))
+        wrapper = functools.wraps(original)(checked)
+        setattr(dist, name, wrapper)
+        setattr(dist.distributed_c10d, name, wrapper)  # P2POp compares its operation with the functions there
 
 
 def _record_loads(session: Session) -> None:
@@ -188,10 +208,14 @@ def _disable_checkpointing() -> None:
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **{name: value for name, value in kwargs.items() if name not in checkpoint_options})
 
+    def call_in_sequence(functions: Any, segments: Any, input: Any, **_kwargs: Any) -> Any:  # noqa: A002  (torch's name)
+        del segments
+        for function in functions:  # of a list, or of nn.Sequential
+            input = function(input)  # noqa: A001
+        return input
+
     module.checkpoint = call
-    module.checkpoint_sequential = lambda functions, _segments, value, **_kwargs: (
-        torch.nn.Sequential(*functions)(value) if isinstance(functions, list | tuple) else functions(value)
-    )
+    module.checkpoint_sequential = call_in_sequence
 
 
 def _disable_dropout() -> None:
@@ -203,10 +227,10 @@ def _disable_dropout() -> None:
 
     @functools.wraps(attention)
     def attention_without_dropout(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **kwargs: Any
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
     ) -> Any:
         del dropout_p
-        return attention(query, key, value, attn_mask=attn_mask, dropout_p=0.0, **kwargs)
+        return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
     functional.scaled_dot_product_attention = attention_without_dropout
     init = torch.nn.RNNBase.__init__

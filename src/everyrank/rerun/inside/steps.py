@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from everyrank.audit.watch.source_location import user_line, user_lines
+from everyrank.rerun.inside.batches import NotMergedError, encode_batch
 from everyrank.rerun.inside.modules import ModuleNames
 from everyrank.rerun.inside.objects import Counters, running_statistics, user_objects
 from everyrank.rerun.inside.session import Session
@@ -69,8 +70,8 @@ class _Steps:
                 "gradients": {},
                 "before": {},
                 "after": {},
-                "rates": [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
-                "momenta": _group_settings(optimizer, *_MOMENTA),
+                "rates": [float(group.get("lr") or 0.0) for group in optimizer.param_groups],  # Adafactor may have None
+                "momenta": [_as_encoded(group) for group in _group_settings(optimizer, *_MOMENTA)],
                 "batches": session.num_batches,
                 "states": {},
                 "optimizer": self.constructed_at.get(id(optimizer), ""),
@@ -129,7 +130,7 @@ class _Steps:
             if len(rates) == len(optimizer.param_groups):
                 self.script_settings[id(optimizer)] = _group_settings(optimizer, "lr", *_MOMENTA)
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    if "lr" in group:
+                    if group.get("lr") is not None:
                         group["lr"] = torch.full_like(group["lr"], rate) if torch.is_tensor(group["lr"]) else rate
                 _set_momenta(optimizer, recorded_updates[self.session.update]["momenta"])
 
@@ -266,10 +267,13 @@ def install_step_hooks(session: Session, modules: ModuleNames) -> None:
     @functools.wraps(backward)
     def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         is_outermost = session.is_active and not session.in_backward
+        if not isinstance(tensors, torch.Tensor | list | tuple):
+            tensors = tuple(tensors)  # a generator can be read only once
         if is_outermost:
-            losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            losses = [tensors] if isinstance(tensors, torch.Tensor) else tensors
             with session.quiet(), torch.no_grad():
-                steps.losses.append(sum(float(loss.detach().double().sum()) for loss in losses))
+                sums = [loss.detach().double().sum() for loss in losses if isinstance(loss, torch.Tensor)]
+                steps.losses.append(sum(map(float, sums)))
             steps.backward_lines.append(user_line())
             session.is_training = True
             session.num_backwards += 1
@@ -296,6 +300,15 @@ _MOMENTA = ("momentum", "betas")  # the momenta, which a schedule such as OneCyc
 def _group_settings(optimizer: Any, *names: str) -> list[dict[str, Any]]:
     """Return the settings of these names of each parameter group that has them."""
     return [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+
+
+def _as_encoded(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that can be recorded, in Python's numbers if they are NumPy's."""
+    encoded: dict[str, Any] = {}
+    for name, value in settings.items():
+        with contextlib.suppress(NotMergedError):
+            encoded[name] = encode_batch(value)
+    return encoded
 
 
 def _set_momenta(optimizer: Any, momenta: list[dict[str, Any]]) -> None:
