@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.resources
@@ -21,7 +22,7 @@ from everyrank.cli import main
 from everyrank.commands import train
 from everyrank.parity.samples import sample_errors
 from forkserver import ForkServer
-from processes import Cli, refusal_message
+from processes import Cli, closed_pipe, refusal_message
 
 MY_WORKLOAD = """
 import torch
@@ -266,6 +267,12 @@ def test_printed_recipe_is_unchanged_in_any_locale(
     )
     os.close(write)
     assert (ended_without_reader.returncode, ended_without_reader.stderr) == (0, b"")
+
+
+def test_closed_error_output_does_not_change_the_status() -> None:
+    """`everyrank ... 2>&1 | head` of a wrong call: 1 would mean that a check failed."""
+    with closed_pipe() as stream, contextlib.redirect_stderr(stream):
+        assert main(["no-such-command"]) == 2
 
 
 def test_sample_errors() -> None:

@@ -93,9 +93,10 @@ def _replace_closed() -> None:
 
 def _print_error(line: str, log: Path | None, status: int) -> int:
     """Print the path of the traceback and the error message as the last line; return the status."""
-    if log is not None:
-        print(f"full traceback: {printable(str(log))}", file=sys.stderr)
-    print(f"everyrank: {printable(shortened(line))}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # `2>&1 | head`: the status still counts
+        if log is not None:
+            print(f"full traceback: {printable(str(log))}", file=sys.stderr)
+        print(f"everyrank: {printable(shortened(line))}", file=sys.stderr)
     return status
 
 

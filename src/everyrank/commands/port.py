@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everyrank.commands.port_workload import check_workload_options, run_workload
-from everyrank.commands.shared import check_html, check_writable, print_diff
+from everyrank.commands.shared import check_html, check_writable, print_diff, printing_results
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.record import write_text
 
@@ -112,23 +112,34 @@ def run(args: argparse.Namespace) -> int:
         write_text(
             args.html, port_page(result, findings, command, target.name if args.check is None else args.check.name)
         )
-    if args.check is None:
-        _show_edits(result, command, target, text)
-    _show_check(result, findings)
+    written: list[Path] = []
     if args.check is None and not args.dry_run and (is_right or args.force):
-        if args.in_place:
-            Path(f"{command[0]}.orig").write_bytes(Path(command[0]).read_bytes())
-        target.write_bytes(text.encode())
-        print(f"wrote {printable(str(target))}")
-        if args.other is not None:
-            _other_target(args.other, args.to).write_bytes(best.other_text.encode())
-            print(f"wrote {printable(str(_other_target(args.other, args.to)))}")
-        arguments = shlex.join([str(target), *command[1:]])
-        start = IDIOMS[args.to].start if args.to in IDIOMS else "torchrun --nproc-per-node"
-        print(f"next: {start} {counts[0]} {printable(arguments)}")
+        written = _write_port(args, command, target, text, best.other_text)
+    with printing_results():
+        if args.check is None:
+            _show_edits(result, command, target, text)
+        _show_check(result, findings)
+        for path in written:
+            print(f"wrote {printable(str(path))}")
+        if written:
+            arguments = shlex.join([str(target), *command[1:]])
+            start = IDIOMS[args.to].start if args.to in IDIOMS else "torchrun --nproc-per-node"
+            print(f"next: {start} {counts[0]} {printable(arguments)}")
     # --check also fails if the port prints, saves or reads something different
     is_right = is_right and not (args.check is not None and (best.doubts or best.differing_lines or findings))
     return 0 if is_right else CHECK_FAILED
+
+
+def _write_port(args: argparse.Namespace, command: list[str], target: Path, text: str, other_text: str) -> list[Path]:
+    """Write the port, and that of the file of --with; return the paths."""
+    if args.in_place:
+        Path(f"{command[0]}.orig").write_bytes(Path(command[0]).read_bytes())
+    target.write_bytes(text.encode())
+    if args.other is None:
+        return [target]
+    other_target = _other_target(args.other, args.to)
+    other_target.write_bytes(other_text.encode())
+    return [target, other_target]
 
 
 def _other_target(other: Path, target: str) -> Path:

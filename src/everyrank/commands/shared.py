@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "layouts_of",
     "options_of",
     "print_diff",
+    "printing_results",
     "repeated_arguments",
     "say",
     "say_next",
@@ -121,13 +123,20 @@ def show(sets: Mapping[str, list[Record]], args: argparse.Namespace, lines: Sequ
         from everyrank.report.page import page
 
         write_text(args.html, page(sets))
-    try:
+    with printing_results():
         for titled_table in titled_tables:
             print_table(*titled_table)
         for path in written:
             print(f"wrote {printable(str(path))}")
+
+
+@contextlib.contextmanager
+def printing_results() -> Generator[None]:
+    """Leave the block if the reader of the pipe has gone, as after `| head`; the command goes on to its exit status."""
+    try:
+        yield
         sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # rich exits if the reader of the pipe has gone
+    except (BrokenPipeError, SystemExit):  # rich raises SystemExit in place of BrokenPipeError
         close_output()
 
 
