@@ -99,6 +99,10 @@ def test_script_that_is_not_reproducible_is_refused(host: ScriptHost, tmp_path: 
         (["--against", "missing.json", "train.py"], "missing.json: No such file"),
         (["--against", "wrong.json", "train.py"], "wrong.json: "),
         (["--save", "kept.json", "--replay", "train.py"], "--replay"),
+        (["--save", "kept.json", "--fix", "train.py"], "--fix"),
+        (["--save", "kept.json", "--same", "--lr 1", "train.py"], "--same"),
+        (["--save", "kept.json", "--resume-with", "--resume", "train.py"], "--resume-with"),
+        (["--same", "'a", "--same", "b", "train.py"], '--same "\'a"'),
         (["--save", "kept.json", "missing.py"], "missing.py"),
     ],
 )

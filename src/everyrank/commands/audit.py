@@ -13,7 +13,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everyrank.commands.shared import check_html, check_writable, print_diff, printing_results, say_next
+from everyrank.commands.shared import (
+    check_html,
+    check_not_script,
+    check_writable,
+    print_diff,
+    printing_results,
+    say_next,
+)
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.record import write_text
 
@@ -142,10 +149,13 @@ def _resume_command(args: argparse.Namespace) -> ResumeCommand | None:
 
 def _other_settings(args: argparse.Namespace) -> list[list[str]]:
     """Return the arguments of each --same, split as a shell does."""
-    try:
-        return [shlex.split(text) for text in args.same]
-    except ValueError as error:
-        raise UsageError(f"--same {args.same[-1]!r}: {error}; close the quote") from error
+    arguments: list[list[str]] = []
+    for text in args.same:
+        try:
+            arguments.append(shlex.split(text))
+        except ValueError as error:
+            raise UsageError(f"--same {text!r}: {error}; close the quote") from error
+    return arguments
 
 
 def _check_outputs(args: argparse.Namespace, python_args: list[str]) -> None:
@@ -155,9 +165,8 @@ def _check_outputs(args: argparse.Namespace, python_args: list[str]) -> None:
         check_writable(path)
     if args.patch is not None and not args.fix:
         raise UsageError("--patch: give --fix, too")
-    for path in (args.json, args.html, args.sarif, args.patch):
-        if path is not None and python_args and path.absolute() == Path(python_args[0]).absolute():
-            raise UsageError(f"{path}: this is the script; give another path")
+    if python_args:
+        check_not_script(python_args[0], (args.json, args.html, args.sarif, args.patch))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everyrank.commands.port_workload import check_workload_options, run_workload
-from everyrank.commands.shared import check_html, check_writable, print_diff, printing_results
+from everyrank.commands.shared import (
+    check_html,
+    check_not_script,
+    check_writable,
+    print_diff,
+    printing_results,
+)
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.record import write_text
 
@@ -20,6 +26,8 @@ if TYPE_CHECKING:
     from everyrank.port import PortResult
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run", "with_header"]
+
+_MAX_SECONDS = 10_000_000  # four months; a sum with the time of day must stay a valid time
 
 HELP = "turn a script for one device into a DistributedDataParallel script, and check it"
 EXAMPLES = (
@@ -173,9 +181,12 @@ def _checked_arguments(args: argparse.Namespace) -> tuple[list[str], Path, list[
             f"{script}: no such file"
             + (f"; did you mean {script.with_name(similar_names[0])}?" if similar_names else "")
         )
-    counts = [int(word) for word in args.check_processes.split(",") if word.strip().isdigit()]
+    counts = [int(word) for word in args.check_processes.split(",") if word.strip().isdecimal()]
     if len(counts) != len(args.check_processes.split(",")) or not all(2 <= count <= 16 for count in counts):
         raise UsageError(f"--check-processes {args.check_processes}: give numbers from 2 to 16, such as 2,3")
+    if not 0 < args.limit <= _MAX_SECONDS:
+        raise UsageError(f"--limit {args.limit:g}: give more than 0 seconds, and at most {_MAX_SECONDS:,}")
+    check_not_script(command[0], (args.json, args.html))
     target = _target(args, script)
     _check_library(args)
     check_writable(args.json)

@@ -24,6 +24,7 @@ __all__ = [
     "add_options",
     "add_outputs",
     "check_html",
+    "check_not_script",
     "check_writable",
     "close_output",
     "layouts_of",
@@ -222,6 +223,13 @@ def check_writable(path: Path | None) -> None:
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror}); give another path") from error
+
+
+def check_not_script(script: str, paths: Iterable[Path | None]) -> None:
+    """Raise `UsageError` if a file to write is the user's script itself."""
+    for path in paths:
+        if path is not None and os.path.realpath(path) == os.path.realpath(script):
+            raise UsageError(f"{path}: this is the script; give another path")
 
 
 def print_diff(lines: Iterable[str]) -> None:
