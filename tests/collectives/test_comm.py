@@ -32,6 +32,7 @@ from everyrank.collectives.rank import needed_bytes
 from everyrank.collectives.stride_check import MEMORY, check_strides
 from everyrank.collectives.sweep import refusal, sweep
 from everyrank.commands.launching import _backend
+from everyrank.errors import UsageError
 from everyrank.measure.memory import free_memory_bytes
 from processes import Cli, RunningCommand, only_error_line, refusal_message
 
@@ -188,6 +189,19 @@ def test_sums_over_many_ranks_are_exact(dtype: torch.dtype) -> None:
             for row in order:
                 total += row
             assert torch.equal(total, expected)
+
+
+def refused_operation(world: Any) -> str:
+    """Return the error of `--op send` in a group of one rank."""
+    groups = {"gloo": dist.new_subgroups_by_enumeration([[0], [1]])[0]}
+    with pytest.raises(UsageError) as refused:
+        sweep(world, groups, CommOptions(operations=("send",), sizes=(4,), group_size=1))
+    return str(refused.value)
+
+
+def test_operation_that_needs_more_ranks_is_refused(ranks: Any) -> None:
+    """Without it, the table would be empty."""
+    assert ranks(2, refused_operation) == ["--op send: needs 2 ranks in a group; give --processes 2, or more"] * 2
 
 
 def test_rank_255_has_an_object() -> None:
