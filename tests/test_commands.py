@@ -338,6 +338,11 @@ def test_sample_check_detects_wrong_slices_and_order(ranks: Any, mutation: str, 
         ("train digits --dist-file f", "write --init-method file:///PATH"),
         ("checkpoint inspect runs --js f", "unrecognized arguments: --js f"),
         ("train digits -p 10", "log.csv in --out"),
+        ("audit --lr 0.1 train.py", "options of your script after it: everyrank audit train.py --lr ..."),
+        ("port --epochs 3 train.py", "options of your script after it: everyrank port train.py --epochs ..."),
+        ("launch --batch-size 4 train.py", "everyrank launch has no --batch-size: write options of your script"),
+        ("launch --nproc-per-node 2 train.py", "write --processes N"),
+        ("report --seed 1 r.json", "unrecognized arguments: --seed"),
         ("bench digits --start-epoch 3", "write --out DIR --resume"),
         ("new apex", "everyrank new ddp_amp"),
         ("new horovod", "everyrank new horovod_ddp"),
@@ -350,6 +355,22 @@ def test_sample_check_detects_wrong_slices_and_order(ranks: Any, mutation: str, 
 def test_flags_of_other_tools_get_a_hint(arguments: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The error names the flag or recipe of everyrank that has the same purpose."""
     assert hint in refusal_message(capsys, *arguments.split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "digits", "--out", ""],
+        ["predict", "digits", "--resume", "", "--out", "p.npy"],
+        ["checkpoint", "inspect", ""],
+        ["eject", "digits", ""],
+        ["launch", "--logs", "", "train.py"],
+    ],
+    ids=" ".join,
+)
+def test_empty_path_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """It comes from an unset shell variable, and would mean the current folder."""
+    assert '"" is not a path' in refusal_message(capsys, *arguments)
 
 
 def test_hints_name_existing_flags_and_recipes() -> None:

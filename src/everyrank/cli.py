@@ -144,6 +144,13 @@ def _terminate(*_: object) -> NoReturn:
     raise _TerminatedError
 
 
+def _path(text: str) -> Path:
+    """Parse a path. Refuses "", which comes from an unset shell variable and would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError('"" is not a path; give one, or leave the option out')
+    return Path(text)
+
+
 _IN_SHORT_HELP = ("launcher", "device", "backend", "nodes", "timeout", "dry_run")  # launching options that --help shows
 
 
@@ -154,6 +161,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.register("type", Path, _path)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
