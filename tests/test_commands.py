@@ -357,6 +357,12 @@ def test_flags_of_other_tools_get_a_hint(arguments: str, hint: str, capsys: pyte
     assert hint in refusal_message(capsys, *arguments.split())
 
 
+@pytest.mark.parametrize("command", ["launch", "watch", "watch -m", "audit", "port"])
+def test_command_without_a_script_names_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = command.split()[0]
+    assert f"everyrank {name} train.py" in refusal_message(capsys, *command.split())
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

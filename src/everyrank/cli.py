@@ -65,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # for example a full disk, or a folder that was removed
         # a path that can never be written is an error of the call
         kind = UsageError if error.filename is not None and error.errno in _WRONG_PATH else EveryrankError
-        status = _print_error(f"{error.filename or 'a file'}: {error.strerror or error}", None, kind.exit_status)
+        status = _print_error(
+            f"{error.filename or 'a file or the output'}: {error.strerror or error}", None, kind.exit_status
+        )
     except Exception as error:  # not status 1, which would mean that a check failed
         status = _print_error(describe(error), _write_traceback(error), EveryrankError.exit_status)
     if _is_a_rank():

@@ -325,4 +325,4 @@ def _show(audit: Audit, args: argparse.Namespace) -> None:
             if path is not None:
                 print(f"wrote {printable(str(path))}")
         if not args.fix and args.format == "text" and _has_edits(audit):
-            say_next(f"everyrank audit --fix {shlex.join(args.script)}")
+            say_next(shlex.join(["everyrank", "audit", "--fix", *args.argv[1:]]))

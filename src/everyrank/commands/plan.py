@@ -205,6 +205,10 @@ def _plan(args: argparse.Namespace, calibration: Calibration) -> dict[str, Any]:
     workload = "my_workload.py"
     if args.decoder is not None and args.model is not None:
         raise UsageError(f"{args.model} and --decoder {args.decoder}: give one of the two")
+    is_workload = args.decoder is None and args.model is not None and not args.model.endswith(".json")
+    if not is_workload and (args.set or args.data is not None):
+        flag = "--set" if args.set else "--data"
+        raise UsageError(f"{flag}: for a workload only; leave it out with --decoder or a config.json")
     if args.decoder is not None:
         sizes, name = parse_decoder(args.decoder), f"decoder {args.decoder}"
         sizes = replace(sizes, seq=args.seq) if args.seq is not None else sizes
