@@ -73,7 +73,7 @@ def run(
         3
     """
     workload, layout = _workload_of(workload), _layout_of(layout)
-    launch, options = _launch_of(launch, [layout]), _completed(TrainOptions, options, changes)
+    launch, options = _launch_of(launch, [layout]), _completed(TrainOptions, options or TrainOptions(), changes)
     if options.epochs is not None and options.steps is not None:
         raise UsageError(f"--epochs {options.epochs} --steps {options.steps}: give one of the two")
     _check_choices(options)
@@ -214,7 +214,7 @@ def verify(
     workload, layouts = _workload_of(workload), _layouts_of(layouts)
     if isinstance(changes.get("reference"), Layout):
         changes["reference"] = str(changes["reference"])
-    launch, options = _launch_of(launch, layouts), _completed(VerifyOptions, options, changes)
+    launch, options = _launch_of(launch, layouts), _completed(VerifyOptions, options or VerifyOptions(), changes)
     for layout in layouts if options.explicit else ():
         layout.mesh(launch.processes)
         if options.reference is not None:
@@ -233,7 +233,7 @@ def keep_trace(
     """
     workload = _workload_of(workload)
     launch = Launch(processes=1, device="cpu")
-    options = _completed(VerifyOptions, options, changes)
+    options = _completed(VerifyOptions, options or VerifyOptions(), changes)
     results = run_ranks(launch, "everyrank.parity.rank:keep_rank", _sent(workload), launch, options)
     return results[0]
 
@@ -279,7 +279,7 @@ def bench(
         1
     """
     workload, layouts = _workload_of(workload), _layouts_of(layouts)
-    launch, options = _launch_of(launch, layouts), _completed(BenchOptions, options, changes)
+    launch, options = _launch_of(launch, layouts), _completed(BenchOptions, options or BenchOptions(), changes)
     for name in ("verify_steps", "batch_factor"):
         if getattr(options, name) < 1:
             raise UsageError(f"{name}={getattr(options, name)}: give at least 1")
@@ -341,9 +341,8 @@ def _launch_of(given: Launch | str | None, layouts: Sequence[Layout]) -> Launch:
     return Launch(given or DEFAULT_LAUNCHER, processes=processes)
 
 
-def _completed(kind: type[_Options], options: _Options | None, changes: dict[str, Any]) -> _Options:
+def _completed(kind: type[_Options], options: _Options, changes: dict[str, Any]) -> _Options:
     """Complete the options with keyword arguments, the command and the start time. Raises `UsageError`."""
-    options = kind() if options is None else options
     if not isinstance(options, kind):
         raise UsageError(f"options={options!r}: give {kind.__name__}(...), or its fields as keywords")
     completed = dataclasses.replace(options, **changes, command=_command(), started=time.time())
