@@ -17,10 +17,10 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import cloudpickle
 import pytest
@@ -51,6 +51,19 @@ def rank_environment(rank: int, port: str, size: int = 2) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
+
+
+@contextlib.contextmanager
+def closed_pipe() -> Iterator[TextIO]:
+    """Yield a pipe whose reader has gone, as after `| head`."""
+    read, write = os.pipe()
+    os.close(read)
+    stream = os.fdopen(write, "w", buffering=1)
+    try:
+        yield stream
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()
 
 
 # --- pools of ranks that call functions

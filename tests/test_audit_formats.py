@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from everyrank.audit import Audit, Finding
+from everyrank.cli import _parser
+from everyrank.commands.audit import _show
 from everyrank.report import github_annotations, sarif_log
 
 
@@ -29,6 +31,16 @@ def test_github_annotations_have_a_line_and_are_escaped(tmp_path: Path, monkeypa
         "2 times%0A::set-output name=x::y%0Afix: divide by 100%25"
     )
     assert second == "::notice title=NOTE data.padded::one sample twice"
+
+
+def test_next_command_repeats_the_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A finding on 4 ranks need not be one on 2 ranks."""
+    monkeypatch.setattr("everyrank.commands.audit._has_edits", lambda _: True)
+    argv = ["audit", "--processes", "4", "train.py", "--out", "a b"]
+    args = _parser().parse_args(argv)
+    args.argv = argv
+    _show(audit_of(), args)
+    assert capsys.readouterr().out.endswith("next: everyrank audit --fix --processes 4 train.py --out 'a b'\n")
 
 
 def test_sarif_has_a_rule_for_each_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

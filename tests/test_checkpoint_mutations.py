@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -32,7 +33,7 @@ from everyrank.runs import (
     write_metadata,
 )
 from everyrank.world import World
-from processes import refusal_message
+from processes import closed_pipe, refusal_message
 
 NUM_MUTATIONS = 600
 
@@ -245,6 +246,12 @@ def test_checkpoint_of_schema_1_without_checksum_can_be_read(run: Path, capsys: 
     require_whole(newest, deep=True)
     (newest.path / "about.json").write_text(json.dumps(dataclasses.asdict(newest.metadata) | {"schema": 2}, indent=1))
     assert "its CRC differs" in refusal_message(capsys, "checkpoint", "export", newest.path, run / "model.pt")
+
+
+def test_closed_pipe_does_not_look_like_damage(run: Path) -> None:
+    """`checkpoint inspect run | head -1` ends with the status of the checkpoints."""
+    with closed_pipe() as stream, contextlib.redirect_stdout(stream):
+        assert main(["checkpoint", "inspect", str(run)]) == 0
 
 
 def a_pipe(path: Path) -> None:

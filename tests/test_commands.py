@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.resources
@@ -21,7 +22,7 @@ from everyrank.cli import main
 from everyrank.commands import train
 from everyrank.parity.samples import sample_errors
 from forkserver import ForkServer
-from processes import Cli, refusal_message
+from processes import Cli, closed_pipe, refusal_message
 
 MY_WORKLOAD = """
 import torch
@@ -268,6 +269,12 @@ def test_printed_recipe_is_unchanged_in_any_locale(
     assert (ended_without_reader.returncode, ended_without_reader.stderr) == (0, b"")
 
 
+def test_closed_error_output_does_not_change_the_status() -> None:
+    """`everyrank ... 2>&1 | head` of a wrong call: 1 would mean that a check failed."""
+    with closed_pipe() as stream, contextlib.redirect_stderr(stream):
+        assert main(["no-such-command"]) == 2
+
+
 def test_sample_errors() -> None:
     """Errors are reported for samples that are read twice or never."""
     assert sample_errors([2, 0, 1], 3, "epoch 0") == []
@@ -331,6 +338,11 @@ def test_sample_check_detects_wrong_slices_and_order(ranks: Any, mutation: str, 
         ("train digits --dist-file f", "write --init-method file:///PATH"),
         ("checkpoint inspect runs --js f", "unrecognized arguments: --js f"),
         ("train digits -p 10", "log.csv in --out"),
+        ("audit --lr 0.1 train.py", "options of your script after it: everyrank audit train.py --lr ..."),
+        ("port --epochs 3 train.py", "options of your script after it: everyrank port train.py --epochs ..."),
+        ("launch --batch-size 4 train.py", "everyrank launch has no --batch-size: write options of your script"),
+        ("launch --nproc-per-node 2 train.py", "write --processes N"),
+        ("report --seed 1 r.json", "unrecognized arguments: --seed"),
         ("bench digits --start-epoch 3", "write --out DIR --resume"),
         ("new apex", "everyrank new ddp_amp"),
         ("new horovod", "everyrank new horovod_ddp"),
@@ -343,6 +355,28 @@ def test_sample_check_detects_wrong_slices_and_order(ranks: Any, mutation: str, 
 def test_flags_of_other_tools_get_a_hint(arguments: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The error names the flag or recipe of everyrank that has the same purpose."""
     assert hint in refusal_message(capsys, *arguments.split())
+
+
+@pytest.mark.parametrize("command", ["launch", "watch", "watch -m", "audit", "port"])
+def test_command_without_a_script_names_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = command.split()[0]
+    assert f"everyrank {name} train.py" in refusal_message(capsys, *command.split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "digits", "--out", ""],
+        ["predict", "digits", "--resume", "", "--out", "p.npy"],
+        ["checkpoint", "inspect", ""],
+        ["eject", "digits", ""],
+        ["launch", "--logs", "", "train.py"],
+    ],
+    ids=" ".join,
+)
+def test_empty_path_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """It comes from an unset shell variable, and would mean the current folder."""
+    assert '"" is not a path' in refusal_message(capsys, *arguments)
 
 
 def test_hints_name_existing_flags_and_recipes() -> None:

@@ -432,7 +432,7 @@ def test_contradicting_launcher_variables_are_a_problem(name: str, value: str) -
     ],
 )
 def test_untested_torch_versions_are_reported(version: str, status: str) -> None:
-    results = check_combinations({"torch": version, "numpy": "2.0.0"}, has_driver=False)
+    results = check_combinations({"torch": version, "numpy": "2.0.0"}, driver=None)
     assert [result.status for result in results] == [status]
     assert version in results[0].text
     if status != OK:
@@ -454,37 +454,44 @@ def test_supported_torch_versions_agree_in_all_files(repository: Path) -> None:
 
 def test_newer_torch_is_only_a_warning() -> None:
     """pip does not install it, but a user who has it can continue."""
-    (result,) = check_combinations({"torch": "2.16.1", "numpy": "2.0.0"}, has_driver=False)
+    (result,) = check_combinations({"torch": "2.16.1", "numpy": "2.0.0"}, driver=None)
     assert_one_line_with_fix(result, "2.16.1", "2.11 to 2.15", "pip install 'torch==2.15.*'", status=WARNING)
     assert DoctorReport({"software": [result]}).problems == []
 
 
 def test_fix_for_missing_torch_or_numpy_is_to_install_it() -> None:
-    (result,) = check_combinations({}, has_driver=True)
+    (result,) = check_combinations({}, driver="/dev/nvidiactl")
     assert_one_line_with_fix(result, "pip install torch")
     assert result.status == PROBLEM
-    assert_one_line_with_fix(
-        check_combinations({"torch": "2.13.0"}, has_driver=False)[-1], "numpy", "pip install numpy"
-    )
+    assert_one_line_with_fix(check_combinations({"torch": "2.13.0"}, driver=None)[-1], "numpy", "pip install numpy")
 
 
 def test_cpu_build_of_torch_with_a_gpu_driver_is_a_problem() -> None:
     versions = {"torch": "2.13.0+cpu", "numpy": "2.0.0"}
-    assert [result.status for result in check_combinations(versions, has_driver=False)] == [OK]
-    results = check_combinations(versions, has_driver=True)
+    assert [result.status for result in check_combinations(versions, driver=None)] == [OK]
+    results = check_combinations(versions, driver="/dev/nvidiactl")
     assert [result.status for result in results] == [OK, PROBLEM]
     assert_one_line_with_fix(results[1], "2.13.0+cpu", "CPU", "driver", "pip install")
-    assert [row.status for row in check_combinations({**versions, "torch": "2.13.0"}, has_driver=True)] == [OK]
+    assert [row.status for row in check_combinations({**versions, "torch": "2.13.0"}, driver="/dev/nvidiactl")] == [OK]
+
+
+@pytest.mark.parametrize("driver", ["/dev/kfd", "/dev/dxg"])
+def test_cpu_build_of_torch_with_other_graphics_is_no_problem(driver: str) -> None:
+    """They exist with graphics that torch does not support, too."""
+    results = check_combinations({"torch": "2.13.0+cpu", "numpy": "2.0.0"}, driver=driver)
+    assert [result.status for result in results] == [OK, WARNING]
+    assert driver in results[1].line
+    assert "NVIDIA" not in results[1].line
 
 
 def test_torchvision_for_cuda_with_torch_for_cpu_is_a_problem() -> None:
     versions = {"torch": "2.13.0+cpu", "numpy": "2.0.0", "torchvision": "0.28.0"}
-    result = check_combinations(versions, has_driver=False)[-1]
+    result = check_combinations(versions, driver=None)[-1]
     assert result.status == PROBLEM
     assert_one_line_with_fix(result, "torchvision", "0.28.0", "2.13.0+cpu", "pip uninstall torchvision")
     for torch, torchvision in (("2.13.0+cpu", "0.28.0+cpu"), ("2.13.0", "0.28.0")):
         matching_versions = {**versions, "torch": torch, "torchvision": torchvision}
-        assert [row.status for row in check_combinations(matching_versions, has_driver=False)] == [OK]
+        assert [row.status for row in check_combinations(matching_versions, driver=None)] == [OK]
 
 
 def test_missing_optional_software_has_an_install_command() -> None:
@@ -514,7 +521,7 @@ def test_installed_versions_are_those_of_this_environment() -> None:
 
     # the CUDA wheel is 2.15.0 for pip and 2.15.0+cu132 for Python
     assert torch.__version__.partition("+")[0] == installed_versions()["torch"].partition("+")[0]
-    assert [result.what for result in check_software(installed_versions(), has_driver=False)][:2] == [
+    assert [result.what for result in check_software(installed_versions(), driver=None)][:2] == [
         "everyrank",
         "torch",
     ]

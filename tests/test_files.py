@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import http.client
 import http.server
 import io
 import json
@@ -374,6 +375,24 @@ def test_download_checks_unpacks_and_reuses_files(
         download("imagenet", data)
     with pytest.raises(UsageError, match="add --data DIR"):
         download("mnist", None)
+
+
+@pytest.mark.parametrize("error", [TimeoutError("timed out"), ConnectionResetError(104, "reset")])
+def test_connection_that_ends_in_the_middle_is_no_error_of_the_folder(
+    tmp_path: Path, server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    """The message names the file to download, and the status is not that of a wrong call."""
+    url, folder = server
+    (folder / "plain.bin").write_bytes(b"content")
+
+    def raise_error(*_: object) -> bytes:
+        raise error
+
+    monkeypatch.setattr(http.client.HTTPResponse, "read", raise_error)
+    with pytest.raises(EveryrankError, match=r"plain\.bin: .*; download it yourself into") as caught:
+        download("w", tmp_path / "data", {"w": [File(f"{url}/plain.bin", "")]})
+    assert not isinstance(caught.value, UsageError)
+    assert not list((tmp_path / "data").iterdir())
 
 
 @pytest.mark.parametrize("has_filters", [True, False], ids=["filters of Python 3.11.4", "older"])

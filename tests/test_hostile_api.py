@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from everyrank import Launch, Layout, Workload, api, bench, find_workload, run, verify
+from everyrank import BenchOptions, Launch, Layout, Workload, api, bench, find_workload, run, verify
 from everyrank.errors import EveryrankError, UsageError, WorkloadError
 from everyrank.launch.torchrun import TorchrunOptions
 from everyrank.workload import Source, load
@@ -427,6 +427,14 @@ def test_empty_list_of_layouts_is_refused(call: Callable[..., object]) -> None:
 
 
 @pytest.mark.usefixtures("no_rank_starts")
+@pytest.mark.parametrize("layouts", [None, 3])
+@pytest.mark.parametrize("call", [verify, bench])
+def test_layouts_that_are_no_list_are_refused(call: Callable[..., object], layouts: Any) -> None:
+    with pytest.raises(UsageError, match=f"layouts={layouts}: give one or more"):
+        call(DIGITS, layouts, Launch(), show=False)
+
+
+@pytest.mark.usefixtures("no_rank_starts")
 @pytest.mark.parametrize(
     ("call", "options"),
     [
@@ -447,6 +455,12 @@ def test_empty_list_of_layouts_is_refused(call: Callable[..., object]) -> None:
         ("run", {"evaluate_every": NAN}),
         ("run", {"mtbf": "x"}),
         ("run", {"evaluate": "no"}),
+        ("run", {"out": ""}),
+        ("run", {"resume": ""}),
+        ("run", {"options": BenchOptions()}),
+        ("verify", {"options": {"steps": 3}}),
+        ("bench", {"verify_steps": 0}),
+        ("bench", {"batch_factor": 0}),
     ],
 )
 def test_option_of_the_wrong_type_is_refused(call: str, options: dict[str, Any]) -> None:

@@ -102,6 +102,42 @@ def test_message_of_an_exception_is_shortened() -> None:
     assert len(describe(worker_error)) < 1100
 
 
+WORKER_TRACEBACK = """Caught an error in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "/home/me/my data.py", line 3, in read
+    raise error
+    ^^^^^^^^^^^
+"""
+
+
+@pytest.mark.parametrize(
+    ("last_lines", "expected"),
+    [
+        ("ValueError: the first line\nnext: another\ndone\n", "ValueError: the first line"),
+        ("__main__.main.<locals>.MyError: why\n", "__main__.main.<locals>.MyError: why"),
+        ("KeyError\n", "KeyError"),
+    ],
+)
+def test_error_of_a_loader_worker_is_the_first_line_of_its_message(last_lines: str, expected: str) -> None:
+    """torch sends the traceback as text. The lines of a message may look like the name of an exception."""
+    assert describe(RuntimeError(WORKER_TRACEBACK + last_lines)) == f"my data.py:3 in read: {expected}"
+
+
+def test_text_that_is_no_traceback_is_described_as_any_message() -> None:
+    for text in ("Original Traceback", "Original Traceback: lost"):
+        assert describe(RuntimeError(text)) == f"RuntimeError: {text}"
+
+
+def test_exception_whose_text_raises_an_error_is_named() -> None:
+    """Its class sets an attribute that `__str__` reads only later, for example."""
+
+    class Unfinished(Exception):
+        def __str__(self) -> str:
+            raise AttributeError("detail")
+
+    assert describe(Unfinished()) == "Unfinished"
+
+
 def test_message_of_a_workload_error_is_shortened(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

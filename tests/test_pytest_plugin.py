@@ -20,11 +20,18 @@ from processes import rank_environment
 FIRST_TASK = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 
 SUITE = """
+import dataclasses
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+
+
+@dataclasses.dataclass
+class Pair:
+    left: int
+    right: int
 
 
 def mean(value):
@@ -38,6 +45,11 @@ def test_results_by_rank(ranks):
     assert ranks(2, backend="shm").run(mean, value=3.0) == [3.5] * 2
     factor = 10
     assert ranks(2, backend=None).run(lambda: factor) == [10, 10]
+    assert ranks(2, backend=None).run(Pair, 1, right=2) == [Pair(1, 2)] * 2
+
+
+def test_unpicklable_result(ranks):
+    ranks(2, backend=None).run(lambda: (number for number in [1]))
 
 
 @pytest.mark.ranks(3, backend="shm")
@@ -132,6 +144,7 @@ def _entry_points() -> set[str]:
     ("name", "outcome"),
     [
         ("test_results_by_rank", "PASSED"),
+        ("test_unpicklable_result", "FAILED"),
         ("test_settings_of_the_marker", "PASSED"),
         (r"test_on_each_rank\[1\]", "PASSED"),
         (r"test_on_each_rank\[2\]", "PASSED"),
@@ -161,6 +174,7 @@ def test_failures_and_skips_of_ranks_are_those_of_the_test(suite: str, name: str
         f"test_own.py:{line_of('cause')} in test_hang",
         f"waits in it, at test_own.py:{line_of('waits')} in test_hang",
         "cannot be sent to the ranks",
+        "<lambda>: its result cannot be sent from the ranks (TypeError: cannot pickle 'generator' object)",
         "backend='smoke': give gloo, shm, nccl",
         "@pytest.mark.ranks('two'): give a number of processes",
         "'speed'; give (processes, backend=..., timeout=...)",

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pickle
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +116,17 @@ def test_mnist_is_read(mnist: Path) -> None:
         assert read_pixels.shape == (part.stop - part.start, 1, 28, 28)
         assert np.array_equal(read_pixels[:, 0].numpy(), pixels[part])
         assert np.array_equal(targets.numpy(), labels[part])
+
+
+def test_mnist_beside_folders_and_parts_of_files_is_read(mnist: Path, tmp_path: Path) -> None:
+    """An archive of Kaggle has folders of these names, and a download that was killed leaves a part of a file."""
+    shutil.copytree(mnist, tmp_path, dirs_exist_ok=True)
+    for name in ("t10k-images", "t10k-labels"):
+        [path] = tmp_path.glob(f"{name}-*ubyte*")
+        path.rename(path.with_name(path.name.replace(f"{name}-", f"{name}.")))
+        (tmp_path / f"{name}-idx-ubyte").mkdir()
+        (tmp_path / f"{name}-idx-ubyte.gz.12.partial").write_bytes(b"\x1f\x8b")
+    assert len(read_mnist(tmp_path, held_out=True)[0]) == 20
 
 
 def test_mnist_as_npz_is_read(tmp_path: Path) -> None:

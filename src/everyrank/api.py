@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,7 +73,7 @@ def run(
         3
     """
     workload, layout = _workload_of(workload), _layout_of(layout)
-    launch, options = _launch_of(launch, [layout]), _completed(options or TrainOptions(), changes)
+    launch, options = _launch_of(launch, [layout]), _completed(TrainOptions, options or TrainOptions(), changes)
     if options.epochs is not None and options.steps is not None:
         raise UsageError(f"--epochs {options.epochs} --steps {options.steps}: give one of the two")
     _check_choices(options)
@@ -121,7 +121,7 @@ def predict(
     The end of the name says how: .jsonl (a row for each sample) or .npy (one array). Raises what `run` raises.
     """
     workload, layout = _workload_of(workload), _layout_of(layout)
-    launch, options = _launch_of(launch, [layout]), _completed(options, {})
+    launch, options = _launch_of(launch, [layout]), _completed(PredictOptions, options, {})
     check_predictions_suffix(options.out)
     if options.resume is None and options.pretrained is None:
         raise UsageError("predict needs a trained model: --resume DIR (a run or a checkpoint), or --pretrained FILE")
@@ -214,7 +214,7 @@ def verify(
     workload, layouts = _workload_of(workload), _layouts_of(layouts)
     if isinstance(changes.get("reference"), Layout):
         changes["reference"] = str(changes["reference"])
-    launch, options = _launch_of(launch, layouts), _completed(options or VerifyOptions(), changes)
+    launch, options = _launch_of(launch, layouts), _completed(VerifyOptions, options or VerifyOptions(), changes)
     for layout in layouts if options.explicit else ():
         layout.mesh(launch.processes)
         if options.reference is not None:
@@ -233,7 +233,7 @@ def keep_trace(
     """
     workload = _workload_of(workload)
     launch = Launch(processes=1, device="cpu")
-    options = _completed(options or VerifyOptions(), changes)
+    options = _completed(VerifyOptions, options or VerifyOptions(), changes)
     results = run_ranks(launch, "everyrank.parity.rank:keep_rank", _sent(workload), launch, options)
     return results[0]
 
@@ -279,7 +279,10 @@ def bench(
         1
     """
     workload, layouts = _workload_of(workload), _layouts_of(layouts)
-    launch, options = _launch_of(launch, layouts), _completed(options or BenchOptions(), changes)
+    launch, options = _launch_of(launch, layouts), _completed(BenchOptions, options or BenchOptions(), changes)
+    for name in ("verify_steps", "batch_factor"):
+        if getattr(options, name) < 1:
+            raise UsageError(f"{name}={getattr(options, name)}: give at least 1")
     for layout in layouts if options.explicit else ():
         layout.mesh(launch.processes)
     load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
@@ -314,6 +317,8 @@ def _layout_of(given: Layout | str) -> Layout:
 
 
 def _layouts_of(given: Sequence[Layout | str] | str) -> list[Layout]:
+    if not isinstance(given, str | Layout | Iterable):
+        raise UsageError(f'layouts={given!r}: give one or more, like ["ddp"]')
     layouts = [given] if isinstance(given, str | Layout) else list(given)
     if not layouts:
         raise UsageError('layouts=[]: give at least one, like ["ddp"]')
@@ -336,8 +341,10 @@ def _launch_of(given: Launch | str | None, layouts: Sequence[Layout]) -> Launch:
     return Launch(given or DEFAULT_LAUNCHER, processes=processes)
 
 
-def _completed(options: _Options, changes: dict[str, Any]) -> _Options:
+def _completed(kind: type[_Options], options: _Options, changes: dict[str, Any]) -> _Options:
     """Complete the options with keyword arguments, the command and the start time. Raises `UsageError`."""
+    if not isinstance(options, kind):
+        raise UsageError(f"options={options!r}: give {kind.__name__}(...), or its fields as keywords")
     completed = dataclasses.replace(options, **changes, command=_command(), started=time.time())
     check_fields(completed)
     check_minimums(completed)

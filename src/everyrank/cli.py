@@ -65,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # for example a full disk, or a folder that was removed
         # a path that can never be written is an error of the call
         kind = UsageError if error.filename is not None and error.errno in _WRONG_PATH else EveryrankError
-        status = _print_error(f"{error.filename or 'a file'}: {error.strerror or error}", None, kind.exit_status)
+        status = _print_error(
+            f"{error.filename or 'a file or the output'}: {error.strerror or error}", None, kind.exit_status
+        )
     except Exception as error:  # not status 1, which would mean that a check failed
         status = _print_error(describe(error), _write_traceback(error), EveryrankError.exit_status)
     if _is_a_rank():
@@ -93,9 +95,10 @@ def _replace_closed() -> None:
 
 def _print_error(line: str, log: Path | None, status: int) -> int:
     """Print the path of the traceback and the error message as the last line; return the status."""
-    if log is not None:
-        print(f"full traceback: {printable(str(log))}", file=sys.stderr)
-    print(f"everyrank: {printable(shortened(line))}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # `2>&1 | head`: the status still counts
+        if log is not None:
+            print(f"full traceback: {printable(str(log))}", file=sys.stderr)
+        print(f"everyrank: {printable(shortened(line))}", file=sys.stderr)
     return status
 
 
@@ -143,6 +146,13 @@ def _terminate(*_: object) -> NoReturn:
     raise _TerminatedError
 
 
+def _path(text: str) -> Path:
+    """Parse a path. Refuses "", which comes from an unset shell variable and would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError('"" is not a path; give one, or leave the option out')
+    return Path(text)
+
+
 _IN_SHORT_HELP = ("launcher", "device", "backend", "nodes", "timeout", "dry_run")  # launching options that --help shows
 
 
@@ -153,6 +163,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.register("type", Path, _path)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")

@@ -53,6 +53,7 @@ INTERRUPTED = 130
 TERMINATED = 143
 _LONGEST = 1000  # longest message in characters; the log has the whole
 _PACKAGE = str(Path(__file__).parent) + os.sep
+_FRAME = re.compile(r'\s*File "(.+?)", line (\d+), in (\S+)')
 
 
 class EveryrankError(Exception):
@@ -162,9 +163,11 @@ def describe(error: BaseException) -> str:
     """
     if isinstance(error, EveryrankError):
         return str(error)
-    if "Original Traceback" in str(error):
-        return _describe_text(str(error))  # torch's data loader sends the traceback of its worker as text
-    text = shortened(next((line.strip() for line in str(error).splitlines() if line.strip()), ""))
+    whole_text = _text_of(error)
+    described = _describe_text(whole_text)
+    if described is not None:
+        return described
+    text = shortened(next((line.strip() for line in whole_text.splitlines() if line.strip()), ""))
     summary = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}: {type(error).__name__}: {shortened(str(error.msg))}"
@@ -176,12 +179,29 @@ def describe(error: BaseException) -> str:
     return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {summary}"
 
 
-def _describe_text(text: str) -> str:
-    """Return the same line for a traceback as text, whose last line is the exception."""
-    frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', text)
-    summary = [line for line in text.splitlines() if re.match(r"\w[\w.]*(:|$)", line)][-1]
-    user_frames = [frame for frame in frames if is_user_code(frame[0])] or frames
-    return f"{Path(user_frames[-1][0]).name}:{user_frames[-1][1]} in {user_frames[-1][2]}: {shortened(summary)}"
+def _text_of(error: BaseException) -> str:
+    """Return `str(error)`; "" if the `__str__` of a user's exception raises an error itself."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
+def _describe_text(text: str) -> str | None:
+    """Return the same line for a traceback as text, as torch's data loader sends that of its worker; None without one.
+
+    The exception is the first line after the last frame that is not indented. Its message may have more lines.
+    """
+    lines = text.partition("Original Traceback")[2].splitlines()
+    frames = [(number, match) for number, line in enumerate(lines) if (match := _FRAME.match(line))]
+    if not frames:
+        return None
+    summary = next((line for line in lines[frames[-1][0] :] if line.strip() and not line[0].isspace()), None)
+    if summary is None:
+        return None
+    user_frames = [match for _, match in frames if is_user_code(match[1])]
+    file, line_number, function = (user_frames or [match for _, match in frames])[-1].groups()
+    return f"{Path(file).name}:{line_number} in {function}: {shortened(summary)}"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -31,6 +31,8 @@ def check_fields(instance: Any) -> None:
         if not any(_KINDS[kind][1](value) for kind in kinds):
             wanted = " or ".join(dict.fromkeys(_KINDS[kind][0] for kind in kinds))
             raise UsageError(f"{name}={value!r}: give {wanted}")
+        if Path in kinds and value == "":  # it would mean the current folder
+            raise UsageError(f"{name}='': give a path")
         if Path in kinds and isinstance(value, str):
             object.__setattr__(instance, name, Path(value))
         elif tuple in kinds:

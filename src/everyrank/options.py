@@ -64,8 +64,7 @@ def check_minimums(options: object) -> None:
     for name, (_, argument) in arguments_of(type(options)).items():
         value = getattr(options, name)
         if isinstance(value, int | float) and argument.minimum is not None and value < argument.minimum:
-            fix = f"at least {argument.minimum}" if argument.minimum else "a number of updates, or 0"
-            raise UsageError(f"{argument.flag} {value}: give {fix}")
+            raise UsageError(f"{argument.flag} {value}: give at least {argument.minimum}")
 
 
 def _with_helps(options: _Type) -> _Type:

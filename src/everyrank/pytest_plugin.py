@@ -75,8 +75,8 @@ class Ranks:
     def run(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
         """Call `function(*arguments, **keywords)` on each rank. Returns the results by rank.
 
-        The function and its arguments are pickled by value, so lambdas, closures and functions of the test file work.
-        Results are pickled; tensors should be on the CPU.
+        The function, its arguments and results are pickled by value, so lambdas, closures, functions and classes of
+        the test file work. Tensors of results should be on the CPU.
 
         Raises `RankFailedError` with the error of the rank that failed first and its traceback, `UsageError` for what
         cannot be pickled. Skips the test if a rank calls `pytest.skip`.
@@ -103,7 +103,7 @@ class Ranks:
         for result in results.values():
             if type(result).__name__ == "Skipped":
                 pytest.skip(result.reason)
-        return [results[rank] for rank in sorted(results)]
+        return [cloudpickle.loads(results[rank]) for rank in sorted(results)]
 
 
 @pytest.fixture
@@ -168,12 +168,25 @@ def _pickled(function: Callable[..., Any], arguments: tuple[Any, ...], keywords:
             cloudpickle.register_pickle_by_value(module)
             stack.callback(cloudpickle.unregister_pickle_by_value, module)
         try:
-            return cloudpickle.dumps((function, arguments, keywords))
+            return cloudpickle.dumps((_call, (function, *arguments), keywords))
         except Exception as error:
             raise UsageError(
                 f"{getattr(function, '__name__', function)}: it or one of its arguments cannot be sent to the ranks "
                 f"({type(error).__name__}: {error}); make it inside the function"
             ) from None
+
+
+def _call(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> bytes:
+    """Call the function on a rank; the result is pickled by value, because its class may be of the test's file."""
+    result = function(*arguments, **keywords)
+    try:
+        return cloudpickle.dumps(result)
+    except Exception as error:
+        name = getattr(function, "__name__", function)
+        raise UsageError(
+            f"{name}: its result cannot be sent from the ranks ({type(error).__name__}: {error}); return numbers, "
+            "tensors, or lists of them"
+        ) from None
 
 
 def _tail(log: Path) -> str:

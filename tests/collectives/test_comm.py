@@ -32,6 +32,7 @@ from everyrank.collectives.rank import needed_bytes
 from everyrank.collectives.stride_check import MEMORY, check_strides
 from everyrank.collectives.sweep import refusal, sweep
 from everyrank.commands.launching import _backend
+from everyrank.errors import UsageError
 from everyrank.measure.memory import free_memory_bytes
 from processes import Cli, RunningCommand, only_error_line, refusal_message
 
@@ -175,6 +176,40 @@ def test_comm_prints_traffic_of_an_algorithm(cli: Cli, tmp_path: Path) -> None:
     assert "shm ring" in result.out
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_over_many_ranks_are_exact(dtype: torch.dtype) -> None:
+    """A backend may add in any order, and in the dtype. bfloat16 has all integers only up to 256."""
+    for size in (36, 37, 300):
+        cases = [Case(rank, size, None, 500, dtype) for rank in range(size)]
+        rows = [case.values(case.rank) for case in cases]
+        expected = cases[0].reduced()
+        assert all(row.any() for row in rows)
+        for order in (rows, rows[::-1]):
+            total = torch.zeros_like(expected)
+            for row in order:
+                total += row
+            assert torch.equal(total, expected)
+
+
+def refused_operation(world: Any) -> str:
+    """Return the error of `--op send` in a group of one rank."""
+    groups = {"gloo": dist.new_subgroups_by_enumeration([[0], [1]])[0]}
+    with pytest.raises(UsageError) as refused:
+        sweep(world, groups, CommOptions(operations=("send",), sizes=(4,), group_size=1))
+    return str(refused.value)
+
+
+def test_operation_that_needs_more_ranks_is_refused(ranks: Any) -> None:
+    """Without it, the table would be empty."""
+    assert ranks(2, refused_operation) == ["--op send: needs 2 ranks in a group; give --processes 2, or more"] * 2
+
+
+def test_rank_255_has_an_object() -> None:
+    """Its value is that of a byte."""
+    call = OPERATIONS["all_gather_object"].make(Case(255, 256, None, 1))
+    assert call.wrong() == 256  # nothing was received yet
+
+
 @pytest.mark.parametrize(
     ("command_text", "fragment"),
     [
@@ -198,6 +233,8 @@ def test_comm_prints_traffic_of_an_algorithm(cli: Cli, tmp_path: Path) -> None:
         ("--group-size 3 --processes 4", "give a divisor of 4"),
         ("--group-size 1 --backend gloo horovod", "--backend horovod: does not support --group-size"),
         ("--seconds 0", "give more than 0"),
+        ("--seconds nan", "--seconds nan: give more than 0"),
+        ("--seconds inf", "--seconds inf: give more than 0"),
     ],
 )
 def test_comm_refuses_invalid_arguments(capsys: pytest.CaptureFixture[str], command_text: str, fragment: str) -> None:

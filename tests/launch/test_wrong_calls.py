@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ WRONG_CALLS = [
     (TRAIN_DDP + "--nodes two", ["--nodes two", "MIN:MAX"]),
     (TRAIN_DDP + "--nodes 0", ["--nodes 0", "at least 1"]),
     (TRAIN_DDP + "--nodes 0 --dry-run", ["--nodes 0", "at least 1"]),
+    (TRAIN_DDP + "--nodes 0 --processes 4", ["--nodes 0", "at least 1"]),
     (TRAIN_DDP + "--nodes -1", ["--nodes -1"]),
     (TRAIN_DDP + "--nodes 1:", ["--nodes 1:", "MIN:MAX"]),
     (TRAIN_DDP + "--nodes :2", ["--nodes :2", "MIN:MAX"]),
@@ -176,6 +178,22 @@ def test_command_without_node_rank_prints_the_command_of_each_host(
     assert result.out.splitlines() == [
         f"on host {number}:  everyrank {shlex.join(args)} --node-rank {number}" for number in (0, 1)
     ]
+
+
+@pytest.mark.parametrize("separator", [(), ("--",)], ids=["", "--"])
+def test_commands_of_hosts_have_the_node_rank_before_the_script(
+    run_main: Any, separator: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the script it would be an argument of the script, as the --node-rank that the user typed there is."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "train.py").write_text("")
+    args = ["launch", "--nodes", "2", "--rendezvous", "n0:29500"]
+    script = [*separator, "train.py", "--node-rank", "7"]
+    result = run_main(*args, *script)
+    assert result.out.splitlines() == [
+        f"on host {number}:  everyrank {shlex.join([*args, '--node-rank', str(number), *script])}" for number in (0, 1)
+    ]
+    assert not list(tmp_path.glob("everyrank-logs-*"))
 
 
 def test_first_host_prints_the_commands_of_the_others(run_main: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from everyrank.commands.versions import arguments_in_worktree
 from everyrank.parity.kept import compare_kept, elements
 from processes import Cli, only_error_line, refusal_message
 
@@ -139,7 +141,7 @@ def test_between_compares_two_commits(cli: Cli, tmp_path: Path) -> None:
         git("add", "summed.py")
         git("commit", "--quiet", "-m", str(constants))
     (tmp_path / "summed.py").write_text("not committed, and no Python")
-    result = cli(tmp_path, "verify", "summed.py", "--between", "HEAD~1", "HEAD")
+    result = cli(tmp_path, "verify", "./summed.py", "--between", "HEAD~1", "HEAD")
     assert result.status == 1, result.err
     assert "the loss is 3 times" in " ".join(result.out.split())
     assert len(git("worktree", "list").splitlines()) == 1
@@ -147,6 +149,16 @@ def test_between_compares_two_commits(cli: Cli, tmp_path: Path) -> None:
     unknown = cli(tmp_path, "verify", "summed.py", "--between", "HEAD", "nope")
     assert unknown.status == 2
     assert only_error_line(unknown.err).startswith("everyrank: --between: nope: ")
+
+
+def test_arguments_in_a_worktree_name_its_workload_and_the_data_of_the_user(tmp_path: Path) -> None:
+    """Data that git does not have are read from the user's folder. Data of the commit are those of the commit."""
+    (tmp_path / "tracked").mkdir()
+    for data, added in (("untracked", ["--data", str(Path("untracked").absolute())]), ("tracked", [])):
+        argv = ["verify", "../w.py:big", "--between", "A", "B", "--data", data]
+        args = argparse.Namespace(argv=argv, workload="../w.py:big", data=Path(data))
+        arguments = arguments_in_worktree(args, Path("/tree/w.py"), tmp_path)
+        assert arguments == ["verify", "/tree/w.py:big", "--data", data, *added]
 
 
 def test_against_refuses_files_that_save_did_not_write(

@@ -35,6 +35,9 @@ from everyrank.plan.step_time import PRIOR, Fitted, collective_seconds, predict_
 from everyrank.plan.validate import validate_rows
 from everyrank.report.plan import _count, _seconds
 
+
+from processes import refusal_message
+
 ROWS = Path(__file__).parent / "rows.json"
 
 
@@ -631,3 +634,10 @@ def test_html_page_draws_memory_and_time(tmp_path: Path) -> None:
     assert '<p class="note"></p>' not in page
     assert "<script" not in page
     assert 'src="http' not in page
+
+
+@pytest.mark.parametrize("option", [["--set", "lr=1"], ["--data", "folder"]])
+def test_option_of_a_workload_is_refused_for_a_decoder(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """It would change nothing."""
+    message = refusal_message(capsys, "plan", "--decoder", "8b", "--gpus", "8xh100", *option)
+    assert f"{option[0]}: for a workload only" in message

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
 import pytest
 
+from everyrank.cli import main
 from everyrank.commands.port import with_header
 from everyrank.port import Attempt, PortResult, ScriptFiles
 from everyrank.port.check import PortComparison
 from everyrank.port.helpers import helper_text
 from everyrank.port.source import Edit
 from everyrank.report.port import port_page
-from processes import refusal_message
+from processes import closed_pipe, refusal_message
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,12 @@ def test_header_follows_shebang_and_encoding_lines(text: str, expected: str) -> 
         (["--check", "other.py"], "other.py"),
         (["--check", "train.py", "--force"], "--force"),
         (["--check-processes", "1"], "--check-processes"),
+        (["--check-processes", "²"], "--check-processes"),
+        (["--limit", "0"], "--limit 0: give more than 0"),
+        (["--limit", "nan"], "--limit nan"),
+        (["--limit", "inf"], "--limit inf"),
+        (["--json", "./train.py"], "train.py: this is the script"),
+        (["--html", "train.py"], "train.py: this is the script"),
         (["-o", "train.py"], "--in-place"),
         (["--to", "workload", "-o", "elsewhere/train_workload.py"], "-o elsewhere/train_workload.py"),
         (["--to", "workload", "--in-place"], "--in-place"),
@@ -53,6 +61,20 @@ def test_invalid_options_are_named_in_the_error(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import torch\n")
     assert expected_text in refusal_message(capsys, "port", *options, "train.py")
+
+
+def test_closed_pipe_loses_no_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`everyrank port train.py | head` writes the port, too."""
+    monkeypatch.chdir(tmp_path)
+    script = Path("train.py")
+    script.write_text("a\n")
+    attempt = Attempt(None, "b\n", [], [], [PortComparison(2, 8, {"losses": 0.0}, "", [], [])])
+    result = PortResult(ScriptFiles(script, "a\n"), attempt, [attempt], True)
+    monkeypatch.setattr("everyrank.port.port_script", lambda *_: result)
+    monkeypatch.setattr("everyrank.port.audit_port", lambda *_: [])
+    with closed_pipe() as stream, contextlib.redirect_stdout(stream):
+        assert main(["port", "train.py"]) == 0
+    assert Path("train_ddp.py").read_text() == "b\n"
 
 
 def test_page_escapes_html_and_shows_script_and_port() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class CommOptions:
             raise UsageError(f"--reduction {self.reduction}: needs integers; use --dtype int64")
         if self.reduction == "avg" and is_integer:
             raise UsageError("--reduction avg: not supported for integers; use a floating-point --dtype")
-        if self.seconds <= 0:
+        if not 0 < self.seconds < math.inf:
             raise UsageError(f"--seconds {self.seconds:g}: give more than 0")
         if self.group_size is not None and self.group_size < 1:
             raise UsageError(f"--group-size {self.group_size}: give 1 or more")

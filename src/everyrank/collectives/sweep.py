@@ -15,7 +15,7 @@ from torch import Tensor
 from everyrank.collectives.algorithms import ALGORITHMS
 from everyrank.collectives.operations import OPERATIONS, Call, Case, Operation
 from everyrank.collectives.options import DTYPE_BYTES, REDUCING, CommOptions, size_text
-from everyrank.errors import CannotRunError, describe
+from everyrank.errors import CannotRunError, UsageError, describe
 from everyrank.progress import progress
 from everyrank.world import World
 from everyrank.world.collectives import all_gather, all_gather_json
@@ -77,11 +77,17 @@ def sweep(
 ) -> list[CommRow]:
     """Return a row for each operation, size, backend in `groups`, and algorithm; equal on all ranks.
 
+    Operations that need more ranks are left out. Raises `UsageError` if one of them was requested by name.
+
     Candidates take turns of a few calls in the same processes, and a different one starts each round, so that a slow
     phase of the machine affects all of them. Separate launches would compare different moments and different placements
     of processes on cores. Turns of one call would measure each candidate while threads of the previous one still run.
     """
     size = dist.get_world_size(next(iter(groups.values())))
+    for name in options.operations:
+        if size < OPERATIONS[name].least_ranks:
+            least = OPERATIONS[name].least_ranks
+            raise UsageError(f"--op {name}: needs {least} ranks in a group; give --processes {least}, or more")
     operations = [name for name in options.tested_operations if size >= OPERATIONS[name].least_ranks]
     cases = [
         (name, num_bytes) for name in operations for num_bytes in (options.sizes if OPERATIONS[name].has_size else (0,))

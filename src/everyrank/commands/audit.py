@@ -13,7 +13,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everyrank.commands.shared import check_html, check_writable, close_output, print_diff, say_next
+from everyrank.commands.shared import (
+    check_html,
+    check_not_script,
+    check_writable,
+    print_diff,
+    printing_results,
+    say_next,
+)
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.record import write_text
 
@@ -142,10 +149,13 @@ def _resume_command(args: argparse.Namespace) -> ResumeCommand | None:
 
 def _other_settings(args: argparse.Namespace) -> list[list[str]]:
     """Return the arguments of each --same, split as a shell does."""
-    try:
-        return [shlex.split(text) for text in args.same]
-    except ValueError as error:
-        raise UsageError(f"--same {args.same[-1]!r}: {error}; close the quote") from error
+    arguments: list[list[str]] = []
+    for text in args.same:
+        try:
+            arguments.append(shlex.split(text))
+        except ValueError as error:
+            raise UsageError(f"--same {text!r}: {error}; close the quote") from error
+    return arguments
 
 
 def _check_outputs(args: argparse.Namespace, python_args: list[str]) -> None:
@@ -155,9 +165,8 @@ def _check_outputs(args: argparse.Namespace, python_args: list[str]) -> None:
         check_writable(path)
     if args.patch is not None and not args.fix:
         raise UsageError("--patch: give --fix, too")
-    for path in (args.json, args.html, args.sarif, args.patch):
-        if path is not None and python_args and path.absolute() == Path(python_args[0]).absolute():
-            raise UsageError(f"{path}: this is the script; give another path")
+    if python_args:
+        check_not_script(python_args[0], (args.json, args.html, args.sarif, args.patch))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -277,25 +286,27 @@ def _show_patch(audit: Audit, options: AuditOptions, target: Path | None) -> dic
     patch = patch_script(audit, options, lambda text: print(f"{text} ...", file=sys.stderr))
     name = os.path.relpath(audit.python_args[0])
     diff = "".join(difflib.unified_diff(patch.original.splitlines(True), patch.text.splitlines(True), name, name))
-    print()
-    if diff:
-        print_diff(diff.splitlines())
-        audits = "1 more audit" if patch.audits == 1 else f"{patch.audits} more audits"
-        print(f"\nmended ({audits} of the edited script confirmed it):")
-    for finding, reasons in patch.mended:
-        consequence = "" if reasons else ", which followed from the others"
-        print(f"  {finding.rule} at {printable(short_location(finding.location))}{consequence}")
-        for line, reason in reasons:
-            print(f"    line {line}: {reason}")
-    if patch.left:
-        print("not patched:")
-        for finding, reason in patch.left:
-            print(f"  {finding.rule} at {printable(short_location(finding.location))}: {printable(reason)}")
-    if not diff and not patch.left:
-        print("no finding to mend")
     if target is not None:
         write_text(target, diff)
-        print(f"wrote {printable(str(target))}")
+    with printing_results():
+        print()
+        if diff:
+            print_diff(diff.splitlines())
+            audits = "1 more audit" if patch.audits == 1 else f"{patch.audits} more audits"
+            print(f"\nmended ({audits} of the edited script confirmed it):")
+        for finding, reasons in patch.mended:
+            consequence = "" if reasons else ", which followed from the others"
+            print(f"  {finding.rule} at {printable(short_location(finding.location))}{consequence}")
+            for line, reason in reasons:
+                print(f"    line {line}: {reason}")
+        if patch.left:
+            print("not patched:")
+            for finding, reason in patch.left:
+                print(f"  {finding.rule} at {printable(short_location(finding.location))}: {printable(reason)}")
+        if not diff and not patch.left:
+            print("no finding to mend")
+        if target is not None:
+            print(f"wrote {printable(str(target))}")
     return {**patch.as_json(), "diff": diff}
 
 
@@ -309,7 +320,7 @@ def _show(audit: Audit, args: argparse.Namespace) -> None:
         write_text(args.sarif, json.dumps(sarif_log(audit), indent=1) + "\n")
     if args.html is not None:
         write_text(args.html, audit_page(audit))
-    try:
+    with printing_results():
         print_audit(audit)
         for line in github_annotations(audit) if args.format == "github" else ():
             print(line)
@@ -317,7 +328,4 @@ def _show(audit: Audit, args: argparse.Namespace) -> None:
             if path is not None:
                 print(f"wrote {printable(str(path))}")
         if not args.fix and args.format == "text" and _has_edits(audit):
-            say_next(f"everyrank audit --fix {shlex.join(args.script)}")
-        sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # rich exits if the reader of the pipe has gone
-        close_output()
+            say_next(shlex.join(["everyrank", "audit", "--fix", *args.argv[1:]]))

@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 
 from everyrank.commands.launching import launch_of
-from everyrank.commands.shared import add_common, add_options, check_writable, options_of, say, source_of
+from everyrank.commands.shared import (
+    add_common,
+    add_options,
+    check_writable,
+    options_of,
+    printing_results,
+    say,
+    source_of,
+)
 from everyrank.errors import CHECK_FAILED, UsageError
 from everyrank.layout import parse_layout
 from everyrank.options import ChaosOptions, check_minimums
@@ -56,5 +64,6 @@ def run(args: argparse.Namespace) -> int:
         if records:
             if args.json is not None:
                 write_records(records, args.json)
-            print_chaos(records)
+            with printing_results():
+                print_chaos(records)
     return 0 if all(map(has_held, records)) else CHECK_FAILED

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from everyrank.commands.shared import check_writable
+from everyrank.commands.shared import check_writable, printing_results
 from everyrank.errors import CHECK_FAILED, printable
 from everyrank.record import write_text
 from everyrank.runs import Checkpoint, CheckpointMetadata, all_of, damage, fields_of, find_checkpoint, run_of
@@ -86,7 +86,8 @@ def _inspect(checkpoints: Sequence[tuple[Path, Checkpoint | None]], json_file: P
     title = f"{last.workload} · seed {last.seed} · global batch {last.global_batch} · {last.samples:,} samples"
     header = ["checkpoint", "update", "epoch", "layout", "MiB", "metrics", "state"]
     versions = ", ".join(f"{name} {version}" for name, version in last.versions.items())
-    print_table(title, Table(header, rows), [versions])
+    with printing_results():
+        print_table(title, Table(header, rows), [versions])
     return CHECK_FAILED if any(row[-1].startswith("DAMAGED") for row in rows) else 0
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from everyrank.collectives.options import ALGORITHM_NAMES, DTYPE_BYTES, REDUCTION_NAMES, CommOptions, parse_sizes
 from everyrank.commands.launching import add_launching, launch_of
-from everyrank.commands.shared import check_html, check_writable, close_output
+from everyrank.commands.shared import check_html, check_writable, printing_results
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.launch import Launch, run_ranks
 from everyrank.record import write_text
@@ -90,14 +89,11 @@ def run(args: argparse.Namespace) -> int:
         return 0  # under an external launcher only rank 0 has results
     measured = comm_json(results[0], args.argv)
     _write(measured, args)
-    try:
+    with printing_results():
         print_comm(measured)
         for path in (args.json, args.html):
             if path is not None:
                 print(f"wrote {printable(str(path))}")
-        sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # rich exits if the reader of the pipe has gone
-        close_output()
     return CHECK_FAILED if has_failed(measured) else 0
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from everyrank.commands.launching import add_launching, launch_of
-from everyrank.commands.shared import check_writable, close_output
+from everyrank.commands.shared import check_writable, printing_results
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.launch import Launch
 from everyrank.layout import parse_layout
@@ -68,13 +68,11 @@ def run(args: argparse.Namespace) -> int:
             report.sections["memory"] = check_memory(source, command, args.processes, args.layout or (), advance)
     if args.json is not None:
         write_text(args.json, json.dumps(report.as_json(), indent=1) + "\n")
-    try:
+    with printing_results():
         print_findings(report.sections)
         print("\nTo paste into an issue:\n" + paste(report) + "\n", flush=True)
         if not report.problems:
-            print("no problem found", flush=True)
-    except (BrokenPipeError, SystemExit):  # rich exits if the reader of the pipe has gone
-        close_output()
+            print("no problem found")
     for problem in report.problems:
         print(f"everyrank: {printable(problem.line)}", file=sys.stderr)
     return CHECK_FAILED if report.problems else 0

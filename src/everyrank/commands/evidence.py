@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from everyrank.commands.shared import check_writable, say
+from everyrank.commands.shared import check_not_script, check_writable, say
 from everyrank.commands.versions import read_trace
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.record import write_text
@@ -18,13 +18,21 @@ if TYPE_CHECKING:
 
 __all__ = ["compare_script_versions"]
 
+_UNSUPPORTED = (
+    *("watch", "replay", "compare", "only_compare", "resume_with", "stop_with", "same", "fix", "patch"),
+    *("shim", "html", "sarif", "json"),
+)
+"""Options of `everyrank audit`, which trains the script several times and judges it by rules."""
+
 
 def compare_script_versions(args: argparse.Namespace, command: Sequence[str], options: AuditOptions) -> int:
     """Save or compare traces of a script; exit status 1 if they differ by more than rounding."""
-    for flag in ("watch", "replay", "compare", "html", "sarif", "json"):
-        if getattr(args, flag):
-            raise UsageError(f"--{flag}: not supported with --save or --against; leave --{flag} out")
+    for name in _UNSUPPORTED:
+        if getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag}: not supported with --save or --against; leave {flag} out")
     check_writable(args.save)
+    check_not_script(command[0] if command else "", [args.save])
     saved_trace = read_trace(args.against, "everyrank audit --save") if args.against is not None else None
     from everyrank.audit.script import find_script
     from everyrank.parity.kept import compare_kept

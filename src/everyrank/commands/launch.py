@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import tempfile
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Start the script on all ranks; exit status 0, 4 if a rank failed, 128 + N after signal N."""
     script = args.script[1:] if args.script[:1] == ["--"] else args.script
     args.command = read_command(["-m", *args.module] if args.module is not None else script)
-    if args.grace < 0:
+    if not args.grace >= 0:  # also refuses nan
         raise UsageError(f"--grace {args.grace:g}: give 0 or more seconds")
     restarts = _take_restarts(args)
     status = dry_run_or_submit(args)
@@ -60,9 +61,10 @@ def run(args: argparse.Namespace) -> int:
     options = ScriptOptions(restarts, args.grace)
     is_rank = rank_info_from_environment(os.environ) is not None
     logs, is_temporary = args.logs, args.logs is None and not is_rank
-    if is_temporary:
-        logs = Path(tempfile.mkdtemp(prefix="everyrank-logs-"))
     launch = launch_of(args, logs=logs)
+    if is_temporary:  # only now, because launch_of may refuse the arguments
+        logs = Path(tempfile.mkdtemp(prefix="everyrank-logs-"))
+        launch = dataclasses.replace(launch, logs=logs)
     if logs is not None and launch.processes > 1 and not is_rank:
         note = ", removed if all ranks end well" if is_temporary else ""
         print(

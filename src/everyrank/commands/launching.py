@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +218,7 @@ def _print_commands_of_other_hosts(args: argparse.Namespace, nodes: int, assigns
     if args.node_rank in (None, 0):
         other_hosts = range(nodes) if args.node_rank is None else range(1, nodes)
         for node in other_hosts:
-            print(_command_for_host(args.argv, None if assigns_node_ranks else node, node), flush=True)
+            print(_command_for_host(args, None if assigns_node_ranks else node, node), flush=True)
     if args.node_rank is None and not assigns_node_ranks:
         raise UsageError(f"--nodes {args.nodes}: add --node-rank; the lines above show the command for each host")
 
@@ -273,7 +273,7 @@ def _processes(
     if processes is not None:
         # with --nodes MIN:MAX, --processes is the number of ranks on MAX nodes
         max_nodes = int(args.nodes.rpartition(":")[2]) if args.nodes is not None and ":" in args.nodes else 0
-        return processes * nodes // (max_nodes or nodes)
+        return processes * nodes // max_nodes if max_nodes else processes
     if layout is not None and layout.axis is None:
         return 1
     launcher = _launcher(args)
@@ -352,12 +352,8 @@ def _submit(args: argparse.Namespace, launch: Launch, launcher: BatchLauncher, l
     job = args.command.stem if hasattr(args, "command") else Path(args.workload.partition(":")[0]).stem
     name = f"everyrank-{job}"
     # a --dry-run among the script's arguments belongs to the script
-    num_script_args = len(args.command.python_args) if hasattr(args, "command") else 0
-    everyrank_args = args.argv[: len(args.argv) - num_script_args]
-    arguments = [
-        *(argument for argument in everyrank_args if argument != "--dry-run"),
-        *args.argv[len(everyrank_args) :],
-    ]
+    everyrank_args, script_args = _split_command_line(args)
+    arguments = [*(argument for argument in everyrank_args if argument != "--dry-run"), *script_args]
     command = [sys.executable, "-P", "-m", "everyrank", *arguments]
     script = launcher.batch_script(launch, options_of(args, launcher.batch_options), command, folder, name)
     if args.dry_run:
@@ -387,11 +383,21 @@ def _commands_text(launch: Launch) -> str:
     return "\n".join(shlex.join([*prefix, *command]) for command in launch.row.commands(launch, Path("JOB")))
 
 
-def _command_for_host(arguments: Sequence[str], node_rank: int | None, host: int) -> str:
+def _command_for_host(args: argparse.Namespace, node_rank: int | None, host: int) -> str:
     """Return the command line for another host, with its --node-rank if it needs one."""
-    arguments = ["everyrank", *arguments]
+    everyrank_args, script_args = _split_command_line(args)
+    arguments = ["everyrank", *everyrank_args]
     if "--node-rank" in arguments:
         index = arguments.index("--node-rank")
         del arguments[index : index + 2]
     arguments += ["--node-rank", str(node_rank)] if node_rank is not None else []
-    return f"on host {host}:  {shlex.join(arguments)}"
+    return f"on host {host}:  {shlex.join([*arguments, *script_args])}"
+
+
+def _split_command_line(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Return the arguments of everyrank, and those from the user's script on, with a `--` before it."""
+    num_script_args = len(args.command.python_args) if hasattr(args, "command") else 0
+    start = len(args.argv) - num_script_args
+    if num_script_args and args.argv[start - 1] == "--":
+        start -= 1
+    return args.argv[:start], args.argv[start:]

@@ -7,12 +7,11 @@ import importlib.metadata
 import json
 import os
 import shlex
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everyrank.commands.shared import check_html, check_writable, close_output, repeated_arguments
+from everyrank.commands.shared import check_html, check_writable, printing_results, repeated_arguments
 from everyrank.errors import UsageError, printable
 from everyrank.record import write_text
 from everyrank.workload import Source, check_place, parse_settings
@@ -119,13 +118,10 @@ def run(args: argparse.Namespace) -> int:
         write_text(args.html, plan_page(answer, args.argv))
     if args.write_calibration is not None and calibration is not None:
         write_text(args.write_calibration, write_calibration(calibration))
-    try:
+    with printing_results():
         print_answer(answer)
         for path in written:
             print(f"wrote {printable(str(path))}")
-        sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # rich exits if the reader of the pipe has gone
-        close_output()
     return 0
 
 
@@ -138,8 +134,9 @@ def _calibrate(args: argparse.Namespace) -> int:
 
     machine = calibrate(backends=[args.link_backend] if args.link_backend else None)
     write_text(args.calibrate, write_machine(machine))
-    print_machine(machine)
-    print(f"wrote {printable(str(args.calibrate))}")
+    with printing_results():
+        print_machine(machine)
+        print(f"wrote {printable(str(args.calibrate))}")
     return 0
 
 
@@ -208,6 +205,10 @@ def _plan(args: argparse.Namespace, calibration: Calibration) -> dict[str, Any]:
     workload = "my_workload.py"
     if args.decoder is not None and args.model is not None:
         raise UsageError(f"{args.model} and --decoder {args.decoder}: give one of the two")
+    is_workload = args.decoder is None and args.model is not None and not args.model.endswith(".json")
+    if not is_workload and (args.set or args.data is not None):
+        flag = "--set" if args.set else "--data"
+        raise UsageError(f"{flag}: for a workload only; leave it out with --decoder or a config.json")
     if args.decoder is not None:
         sizes, name = parse_decoder(args.decoder), f"decoder {args.decoder}"
         sizes = replace(sizes, seq=args.seq) if args.seq is not None else sizes

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everyrank.commands.port_workload import check_workload_options, run_workload
-from everyrank.commands.shared import check_html, check_writable, print_diff
+from everyrank.commands.shared import (
+    check_html,
+    check_not_script,
+    check_writable,
+    print_diff,
+    printing_results,
+)
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.record import write_text
 
@@ -20,6 +26,8 @@ if TYPE_CHECKING:
     from everyrank.port import PortResult
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run", "with_header"]
+
+_MAX_SECONDS = 10_000_000  # four months; a sum with the time of day must stay a valid time
 
 HELP = "turn a script for one device into a DistributedDataParallel script, and check it"
 EXAMPLES = (
@@ -112,23 +120,34 @@ def run(args: argparse.Namespace) -> int:
         write_text(
             args.html, port_page(result, findings, command, target.name if args.check is None else args.check.name)
         )
-    if args.check is None:
-        _show_edits(result, command, target, text)
-    _show_check(result, findings)
+    written: list[Path] = []
     if args.check is None and not args.dry_run and (is_right or args.force):
-        if args.in_place:
-            Path(f"{command[0]}.orig").write_bytes(Path(command[0]).read_bytes())
-        target.write_bytes(text.encode())
-        print(f"wrote {printable(str(target))}")
-        if args.other is not None:
-            _other_target(args.other, args.to).write_bytes(best.other_text.encode())
-            print(f"wrote {printable(str(_other_target(args.other, args.to)))}")
-        arguments = shlex.join([str(target), *command[1:]])
-        start = IDIOMS[args.to].start if args.to in IDIOMS else "torchrun --nproc-per-node"
-        print(f"next: {start} {counts[0]} {printable(arguments)}")
+        written = _write_port(args, command, target, text, best.other_text)
+    with printing_results():
+        if args.check is None:
+            _show_edits(result, command, target, text)
+        _show_check(result, findings)
+        for path in written:
+            print(f"wrote {printable(str(path))}")
+        if written:
+            arguments = shlex.join([str(target), *command[1:]])
+            start = IDIOMS[args.to].start if args.to in IDIOMS else "torchrun --nproc-per-node"
+            print(f"next: {start} {counts[0]} {printable(arguments)}")
     # --check also fails if the port prints, saves or reads something different
     is_right = is_right and not (args.check is not None and (best.doubts or best.differing_lines or findings))
     return 0 if is_right else CHECK_FAILED
+
+
+def _write_port(args: argparse.Namespace, command: list[str], target: Path, text: str, other_text: str) -> list[Path]:
+    """Write the port, and that of the file of --with; return the paths."""
+    if args.in_place:
+        Path(f"{command[0]}.orig").write_bytes(Path(command[0]).read_bytes())
+    target.write_bytes(text.encode())
+    if args.other is None:
+        return [target]
+    other_target = _other_target(args.other, args.to)
+    other_target.write_bytes(other_text.encode())
+    return [target, other_target]
 
 
 def _other_target(other: Path, target: str) -> Path:
@@ -162,9 +181,12 @@ def _checked_arguments(args: argparse.Namespace) -> tuple[list[str], Path, list[
             f"{script}: no such file"
             + (f"; did you mean {script.with_name(similar_names[0])}?" if similar_names else "")
         )
-    counts = [int(word) for word in args.check_processes.split(",") if word.strip().isdigit()]
+    counts = [int(word) for word in args.check_processes.split(",") if word.strip().isdecimal()]
     if len(counts) != len(args.check_processes.split(",")) or not all(2 <= count <= 16 for count in counts):
         raise UsageError(f"--check-processes {args.check_processes}: give numbers from 2 to 16, such as 2,3")
+    if not 0 < args.limit <= _MAX_SECONDS:
+        raise UsageError(f"--limit {args.limit:g}: give more than 0 seconds, and at most {_MAX_SECONDS:,}")
+    check_not_script(command[0], (args.json, args.html))
     target = _target(args, script)
     _check_library(args)
     check_writable(args.json)

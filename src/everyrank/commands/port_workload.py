@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from everyrank.commands.shared import printing_results
 from everyrank.errors import CHECK_FAILED, EveryrankError, UsageError, printable
 from everyrank.record import write_text
 
@@ -29,13 +30,15 @@ def run_workload(args: argparse.Namespace, command: list[str], target: Path) -> 
         text = f"# NOT EQUAL to {script}: {result.difference}\n{text}"
     if args.json is not None:
         write_text(args.json, json.dumps(_as_json(result), indent=1) + "\n")
-    print(text)
-    _show(result)
-    if args.dry_run or not (result.is_equal or args.force):
-        return 0 if result.is_equal else CHECK_FAILED
-    target.write_bytes(text.encode())
-    print(f"wrote {printable(str(target))}")
-    print(f"next: everyrank train {shlex.quote(str(target))} --layout fsdp --processes 2")
+    is_written = not args.dry_run and (result.is_equal or args.force)
+    if is_written:
+        target.write_bytes(text.encode())
+    with printing_results():
+        print(text)
+        _show(result)
+        if is_written:
+            print(f"wrote {printable(str(target))}")
+            print(f"next: everyrank train {shlex.quote(str(target))} --layout fsdp --processes 2")
     return 0 if result.is_equal else CHECK_FAILED
 
 

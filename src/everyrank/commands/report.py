@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from everyrank.commands.shared import add_outputs, check_html, check_writable, say, show
+from everyrank.commands.shared import add_outputs, check_html, check_writable, printing_results, say, show
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.record import read_records
 
@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
     all_records = [record for records in sets.values() for record in records]
     if all(map(is_chaos_record, all_records)) and args.html is None and args.markdown is None:
-        print_chaos(all_records)
+        with printing_results():
+            print_chaos(all_records)
         return 0
     args.json = None
     show(sets, args)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ __all__ = [
     "add_options",
     "add_outputs",
     "check_html",
+    "check_not_script",
     "check_writable",
     "close_output",
     "layouts_of",
     "options_of",
     "print_diff",
+    "printing_results",
     "repeated_arguments",
     "say",
     "say_next",
@@ -121,13 +124,20 @@ def show(sets: Mapping[str, list[Record]], args: argparse.Namespace, lines: Sequ
         from everyrank.report.page import page
 
         write_text(args.html, page(sets))
-    try:
+    with printing_results():
         for titled_table in titled_tables:
             print_table(*titled_table)
         for path in written:
             print(f"wrote {printable(str(path))}")
+
+
+@contextlib.contextmanager
+def printing_results() -> Generator[None]:
+    """Leave the block if the reader of the pipe has gone, as after `| head`; the command goes on to its exit status."""
+    try:
+        yield
         sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # rich exits if the reader of the pipe has gone
+    except (BrokenPipeError, SystemExit):  # rich raises SystemExit in place of BrokenPipeError
         close_output()
 
 
@@ -213,6 +223,13 @@ def check_writable(path: Path | None) -> None:
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror}); give another path") from error
+
+
+def check_not_script(script: str, paths: Iterable[Path | None]) -> None:
+    """Raise `UsageError` if a file to write is the user's script itself."""
+    for path in paths:
+        if path is not None and os.path.realpath(path) == os.path.realpath(script):
+            raise UsageError(f"{path}: this is the script; give another path")
 
 
 def print_diff(lines: Iterable[str]) -> None:

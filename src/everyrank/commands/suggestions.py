@@ -75,7 +75,7 @@ _FLAGS = {
 }
 """Flag of another tool -> what to write instead; --a-b also matches --a_b.
 
-Only for flags that train, verify and bench do not have."""
+Only for flags that train, verify and bench do not have. Other commands use a hint if they have all flags in it."""
 
 _RECIPES = {
     "apex": ("ddp_amp", "torch has replaced Apex's amp and DistributedDataParallel"),
@@ -137,19 +137,31 @@ def suggest_order(command_line: Sequence[str], script: Sequence[str], parser: ar
 def suggest_flag(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
     """Return the message for arguments that a command does not have; `parser` is that command's."""
     flag, _, value = unknown[0].partition("=")
+    options = _options(parser)
     for number, word in enumerate(unknown):
         name, _, given = word.partition("=")
         hint = _FLAGS.get(name) or _FLAGS.get(name.replace("_", "-"))
-        if hint is not None:
+        # --lr-rule: the command trains a workload
+        if hint is not None and ("--lr-rule" in options or set(re.findall(r"--[a-z-]+", hint)) <= set(options)):
             given = given or next(iter(unknown[number + 1 : number + 2]), "")
             if hint is _PROCESSES and given.isdecimal():
                 hint = hint.replace("--processes N", f"--processes {given}")
             return f"{name}: {hint}"
-    known = [option for option in _options(parser) if option.startswith("--")]
+    known = [option for option in options if option.startswith("--")]
     close = difflib.get_close_matches(flag, known, n=1, cutoff=0.8) if flag.startswith("-") else []
     if close:
         return f"{parser.prog} has no {flag}: did you mean {' '.join([*close, *([value] if value else [])])}?"
+    if flag.startswith("-") and _takes_script(parser):
+        return f"{parser.prog} has no {flag}: write options of your script after it: {parser.prog} train.py {flag} ..."
     return f"unrecognized arguments: {' '.join(unknown)}; see {parser.prog} --help"
+
+
+def _takes_script(parser: argparse.ArgumentParser) -> bool:
+    """Return whether the command ends with a script and its arguments."""
+    return any(
+        action.nargs == argparse.REMAINDER and not action.option_strings
+        for action in parser._actions  # pyright: ignore[reportPrivateUsage]
+    )
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:

@@ -19,7 +19,7 @@ from everyrank.errors import CHECK_FAILED, CannotRunError, EveryrankError, Usage
 from everyrank.options import VerifyOptions
 from everyrank.record import write_text
 
-__all__ = ["compare_versions", "read_trace"]
+__all__ = ["arguments_in_worktree", "compare_versions", "read_trace"]
 
 _MAX_BYTES = 1 << 30
 
@@ -139,11 +139,8 @@ def _trace_of_commit(
     path_in_worktree = worktree / workload_path.resolve().relative_to(repository)
     if not path_in_worktree.is_file():
         raise UsageError(f"--between {name}: {workload_path} does not exist in that commit")
-    arguments = list(args.argv)
-    index = arguments.index("--between")
-    del arguments[index : index + 3]
-    workload_in_worktree = args.workload.replace(str(workload_path), str(path_in_worktree), 1)
-    arguments = [workload_in_worktree if argument == args.workload else argument for argument in arguments]
+    cwd_in_worktree = folder if folder.is_dir() else worktree
+    arguments = arguments_in_worktree(args, path_in_worktree, cwd_in_worktree)
     paths = [str(Path(entry).resolve()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     paths = [
         entry.replace(str(repository), str(worktree), 1) if Path(entry).is_relative_to(repository) else entry
@@ -152,7 +149,7 @@ def _trace_of_commit(
     command = [sys.executable, "-P", "-m", "everyrank", *arguments, "--fresh", "--save", str(output)]
     completed = subprocess.run(
         command,
-        cwd=folder if folder.is_dir() else worktree,
+        cwd=cwd_in_worktree,
         env={**os.environ, **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})},
         capture_output=True,
         text=True,
@@ -162,6 +159,21 @@ def _trace_of_commit(
         last = completed.stderr.strip().splitlines()[-1:] or ["no message"]
         raise EveryrankError(f"--between {name}: {last[0].removeprefix('everyrank: ')}")
     return read_trace(output)
+
+
+def arguments_in_worktree(args: argparse.Namespace, workload_file: Path, cwd_in_worktree: Path) -> list[str]:
+    """Return the arguments of everyrank without --between, for the workload file of a worktree.
+
+    A relative --data that the commit does not have is the folder of the user, because data are seldom in git.
+    """
+    arguments = list(args.argv)
+    index = arguments.index("--between")
+    del arguments[index : index + 3]
+    _, colon, name = args.workload.partition(":")
+    arguments = [f"{workload_file}{colon}{name}" if each == args.workload else each for each in arguments]
+    if args.data is not None and not (cwd_in_worktree / args.data).exists():
+        arguments += ["--data", str(args.data.absolute())]  # the last --data counts
+    return arguments
 
 
 @contextlib.contextmanager

@@ -43,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replace this process by Python that watches and runs the script, so that it ends as the script does."""
     script = args.script[1:] if args.script[:1] == ["--"] else args.script
+    if not script and not args.module:
+        raise UsageError("no script was given; type everyrank watch train.py, with the script's arguments after it")
     command = read_command(["-m", *args.module] if args.module is not None else script)
     if not args.timeout > 0:
         raise UsageError(f"--timeout {args.timeout:g}: give more than 0 seconds")

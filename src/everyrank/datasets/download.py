@@ -107,7 +107,7 @@ def _fetch(file: File, path: Path) -> None:
         if checksum != file.md5:
             raise EveryrankError(f"--download: {file.url}: its MD5 is {checksum}, not {file.md5}; the file was deleted")
         shutil.move(partial, path)
-    except (urllib.error.URLError, http.client.HTTPException) as error:
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
         reason = getattr(error, "reason", None) or repr(error)
         raise EveryrankError(f"--download: {file.url}: {reason}; download it yourself into {path.parent}") from error
     finally:

@@ -64,9 +64,13 @@ def read_mnist(folder: Path, held_out: bool) -> tuple[Tensor, Tensor]:
 
 
 def _find(folder: Path, name: str) -> Path:
-    """The file of that name, however its copies spell the rest: -idx3-ubyte, .idx3-ubyte, .gz; also in MNIST/raw."""
+    """The file of that name, however its copies spell the rest: -idx3-ubyte, .idx3-ubyte, .gz; also in MNIST/raw.
+
+    An archive may also have a folder of that name, and an interrupted download leaves a part of a file.
+    """
     for candidate in (folder, folder / "raw", folder / "MNIST" / "raw"):
-        paths = sorted(candidate.glob(f"{name}*ubyte*"), key=lambda path: (path.suffix == ".gz", path.name))
+        paths = [path for path in candidate.glob(f"{name}*ubyte*") if path.is_file() and path.suffix != ".partial"]
+        paths.sort(key=lambda path: (path.suffix == ".gz", path.name))
         if paths:
             return paths[0]
     raise WorkloadError(

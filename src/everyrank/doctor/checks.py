@@ -59,10 +59,10 @@ def run_checks(timeout_seconds: float = 60.0, advance: Callable[[str], None] = l
     """Run all checks; `advance` is called with the name of each section. Starts two ranks for each tested backend."""
     environment = dict(os.environ)
     versions = installed_versions()
-    has_driver = any(Path(path).exists() for path in _DRIVERS)
+    driver = next((path for path in _DRIVERS if Path(path).exists()), None)
     sections: dict[str, list[CheckResult]] = {}
     advance("software")
-    sections["software"] = check_software(versions, has_driver)
+    sections["software"] = check_software(versions, driver)
     advance("machine")
     sections["machine"] = check_machine(environment)
     advance("network")

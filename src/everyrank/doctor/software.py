@@ -71,15 +71,19 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
-def check_software(versions: Mapping[str, str], has_driver: bool) -> list[CheckResult]:
-    """Run the checks of required packages."""
+def check_software(versions: Mapping[str, str], driver: str | None) -> list[CheckResult]:
+    """Run the checks of required packages. `driver` as for `check_combinations`."""
     results = [ok("everyrank", f"{__version__} on Python {platform.python_version()} ({platform.platform()})")]
-    results += check_combinations(versions, has_driver)
+    results += check_combinations(versions, driver)
     return results
 
 
-def check_combinations(versions: Mapping[str, str], has_driver: bool) -> list[CheckResult]:
-    """Check the torch version, and packages that are known to be incompatible with it."""
+def check_combinations(versions: Mapping[str, str], driver: str | None) -> list[CheckResult]:
+    """Check the torch version, and packages that are known to be incompatible with it.
+
+    `driver` is the device file of a GPU driver, None without one. Only that of NVIDIA shows that there is a GPU for
+    torch: AMD's processors with graphics also have /dev/kfd, and each WSL with graphics has /dev/dxg.
+    """
     torch_version = versions.get("torch")
     if torch_version is None:
         return [problem("torch", "not installed", "pip install torch")]
@@ -106,12 +110,15 @@ def check_combinations(versions: Mapping[str, str], has_driver: bool) -> list[Ch
         )
     else:
         results.append(ok("torch", torch_version))
-    if has_driver and is_cpu_build:
+    if driver is not None and is_cpu_build:
+        is_nvidia = "nvidia" in driver
         results.append(
-            problem(
+            (problem if is_nvidia else warning)(
                 "torch",
-                f"{torch_version} is the build for CPU, but this machine has an NVIDIA driver",
-                "pip install --force-reinstall torch from the index that pytorch.org shows for your CUDA version",
+                f"{torch_version} is the build for CPU, but this machine "
+                + ("has an NVIDIA driver" if is_nvidia else f"may have a GPU ({driver} exists)"),
+                "pip install --force-reinstall torch from the index that pytorch.org shows for your "
+                + ("CUDA version" if is_nvidia else "GPU, unless torch does not support it"),
             )
         )
     if is_cpu_build and "torchvision" in versions and "+cpu" not in versions["torchvision"]:

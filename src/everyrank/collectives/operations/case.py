@@ -13,6 +13,8 @@ from torch import Tensor
 
 __all__ = ["Call", "Case", "Operation", "writing_call"]
 
+_LARGEST = 7  # value of an element, except for a product
+
 
 @dataclass(frozen=True)
 class Case:
@@ -37,7 +39,10 @@ class Case:
     memory: str = "contiguous"
 
     def values(self, rank: int, length: int | None = None) -> Tensor:
-        """Return the input of a rank: 1 and 2 for a product, else 1 to 7, in a different pattern for each rank."""
+        """Return the input of a rank: 1 and 2 for a product, else 1 to 7, in a different pattern for each rank.
+
+        If a sum over so many ranks would be rounded, only every `_stride`-th element is not 0.
+        """
         return self._repeated(self._pattern(rank).to(self.dtype), length)
 
     def empty(self, length: int | None = None) -> Tensor:
@@ -63,8 +68,18 @@ class Case:
 
     def _pattern(self, rank: int) -> Tensor:
         """Return the values that `values` repeats."""
-        period = 2 if self.reduction == "product" else 7
-        return (torch.arange(period, device=self.device) * (2 * rank + 1) + rank) % period + 1
+        period = 2 if self.reduction == "product" else _LARGEST
+        index = torch.arange(period * self._stride, device=self.device)
+        pattern = (index * (2 * rank + 1) + rank) % period + 1
+        return pattern.where((index + rank) % self._stride == 0, 0)
+
+    @property
+    def _stride(self) -> int:
+        """One of so many ranks contributes to an element of a sum, so that the sum is exact in the dtype."""
+        if self.reduction not in ("sum", "avg") or not self.dtype.is_floating_point:
+            return 1
+        largest_exact_integer = round(2 / torch.finfo(self.dtype).eps)
+        return -(-self.size // (largest_exact_integer // _LARGEST))
 
     def _repeated(self, pattern: Tensor, length: int | None) -> Tensor:
         """Repeat the pattern: shape (length,), or (length, 2) if transposed.
