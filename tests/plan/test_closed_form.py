@@ -34,8 +34,6 @@ from everyrank.plan.rows import read_rows
 from everyrank.plan.step_time import PRIOR, Fitted, collective_seconds, predict_step
 from everyrank.plan.validate import validate_rows
 from everyrank.report.plan import _count, _seconds
-
-
 from processes import refusal_message
 
 ROWS = Path(__file__).parent / "rows.json"

@@ -98,8 +98,10 @@ def workload(
         trained = train_data()
         folders = len(trained.classes) if isinstance(trained, ImageFolder) else 0
         if classes < 0 or 0 < classes < folders:
-            what = f"{path / 'train'} has {folders} folders of classes; " if folders else ""
-            raise WorkloadError(f"--set classes={classes}: {what}give at least {max(folders, 1)}, or leave it out")
+            folder_text = f"{path / 'train'} has {folders} folders of classes; " if folders else ""
+            raise WorkloadError(
+                f"--set classes={classes}: {folder_text}give at least {max(folders, 1)}, or leave it out"
+            )
         return classes or folders or 1000
 
     return classify(

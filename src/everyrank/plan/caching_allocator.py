@@ -183,9 +183,9 @@ def replay(
     allocator = CachingAllocator(expandable_segments)
     sizes: dict[int, int] = {}
     peaks: list[int] = []
-    for begin, end in itertools.pairwise((0, *ends, len(events))):
+    for start, end in itertools.pairwise((0, *ends, len(events))):
         allocator.peak_allocated = allocator.allocated
-        for change, key, stream in events[begin:end]:
+        for change, key, stream in events[start:end]:
             old_size = sizes.pop(key, 0)
             if old_size:
                 allocator.free(key)

@@ -269,7 +269,7 @@ def _memory_of(step: TracedStep, on_gpu: bool, note: str) -> LayoutMemory:
 def _live_peaks(step: TracedStep) -> tuple[int, ...]:
     """Return the peak of live bytes in each section of a trace."""
     live = [0, *itertools.accumulate(change for change, *_ in step.events)]
-    return tuple(max(live[begin : end + 1]) for begin, end in itertools.pairwise((0, *step.ends, len(step.events))))
+    return tuple(max(live[start : end + 1]) for start, end in itertools.pairwise((0, *step.ends, len(step.events))))
 
 
 def _depths(workload: Workload, layout: Layout, size: int) -> tuple[int, int, int] | None:

@@ -28,10 +28,11 @@ class SameValue:
 
     def __init__(self, world: World, ranks: Sequence[int] | None = None) -> None:
         self.world, self.ranks = world, list(range(world.size)) if ranks is None else list(ranks)
-        self.key, self.num_calls = f"same/{next(_NUMBERS)}", 0
         self.value: str | None = None
         is_pretended = world.group is not None and dist.get_backend(world.group) == "fake"
         self.is_compared = len(self.ranks) > 1 and not is_pretended
+        # rank 0 alone may make objects that are not compared, for the training on one device
+        self.key, self.num_calls = f"same/{next(_NUMBERS) if self.is_compared else None}", 0
 
     def differences(self, value: str) -> tuple[dict[int, str], bool]:
         """Return the values by rank if some differ, else {}, and whether every rank knows. May be a collective.

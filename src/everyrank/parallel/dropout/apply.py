@@ -238,10 +238,10 @@ def _names_in(function: Any, seen: set[Any]) -> set[str]:
     if function in seen or not is_user_code(function.__code__.co_filename):
         return set()
     seen.add(function)
-    codes, names, own = [function.__code__], set[str](), function.__code__.co_varnames[:1]
+    codes, names, self_names = [function.__code__], set[str](), function.__code__.co_varnames[:1]
     while codes:
         code = codes.pop()
-        names.update(_names_beside(own, code))
+        names.update(_names_in_code(code, self_names))
         codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
     known = [function.__globals__.get(name) for name in names]
     modules = [value for value in known if inspect.ismodule(value)]
@@ -249,14 +249,14 @@ def _names_in(function: Any, seen: set[Any]) -> set[str]:
     return names.union(*(_names_in(other, seen) for other in others if inspect.isfunction(other)))
 
 
-def _names_beside(own: tuple[str, ...], code: types.CodeType) -> Iterator[str]:
-    """Yield the names that some code loads, without attributes of the variable `own`."""
+def _names_in_code(code: types.CodeType, self_names: tuple[str, ...]) -> Iterator[str]:
+    """Yield the names that some code loads, without attributes of the variables `self_names`."""
     before: Any = None  # the variable that the last instruction has loaded
     for instruction in dis.get_instructions(code):
         is_attribute = instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD"))
-        is_own = is_attribute and before in own
+        is_of_self = is_attribute and before in self_names
         is_load = instruction.opname.startswith(("LOAD_", "IMPORT_"))
-        if is_load and not is_own and instruction.argval in code.co_names:
+        if is_load and not is_of_self and instruction.argval in code.co_names:
             yield instruction.argval
         names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
         before = None if is_attribute else names[-1]  # an instruction of newer Python loads two variables
