@@ -53,8 +53,8 @@ def changing_names(script: Script, backward: Fact) -> dict[str, int]:
         shared = {
             name for node in ast.walk(scope) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
         }
-        own = {*frames.parameters(depth), *(name for each in scope.body for name in bound_names(each))} - shared
-        start = {name: line for name, line in enclosing.items() if name not in own}
+        local_names = {*frames.parameters(depth), *(name for each in scope.body for name in bound_names(each))} - shared
+        start = {name: line for name, line in enclosing.items() if name not in local_names}
         for name in frames.parameters(depth):
             argument, call = frames.argument(name, depth)
             if argument is not None and call is not None and loaded_names(argument) & visible.keys():
