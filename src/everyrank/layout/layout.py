@@ -137,7 +137,7 @@ class Layout:
             )
 
     def read(self, kind: type[T]) -> T:
-        """Return the options of one kind (a dataclass of table.py), with defaults for missing keys."""
+        """Return the options of one kind (a dataclass of options.py), with defaults for missing keys."""
         names = {option.name for option in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
         return kind(**{key: value for key, value in self.options.items() if key in names})
 

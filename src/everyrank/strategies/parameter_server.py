@@ -10,8 +10,8 @@ Memory         a server: its part of the parameters (all of one precision, divid
 Communication  per update, between each trainer and each server: the server's part of the parameters one way, of the
                gradients the other, in front of these a head of 3 numbers and one flag for each parameter; back comes
                loss and count (two elements, from the first server). With clip_norm servers exchange one number each. So
-               at a server the bytes grow with the trainers, at a trainer they do not. Before an evaluation or a
-               checkpoint: one broadcast of each parameter by its server, and of buffers by the first trainer
+               at a server the bytes grow with the trainers, at a trainer they do not. Before an evaluation, on_epoch or
+               a checkpoint: one broadcast of each parameter by its server, and of buffers by the first trainer
 Use when       rarely: ddp spreads the communication evenly over ranks. Asynchronous updates help if ranks differ in
                speed and stale gradients are acceptable
 Exact          yes with updates=sync; no with updates=async

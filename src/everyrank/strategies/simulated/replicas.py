@@ -38,7 +38,8 @@ _OPTIONS = ("batch_norm", "compress", "matrix_rank")  # only these options chang
 def simulate(workload: Workload, layout: Layout, world: World, make_combine: MakeCombine | None = None) -> Prepared:
     """Simulate the replicas of `layout.simulated` ranks.
 
-    `make` returns a function that combines the gradients of all ranks; None: as the option `compress` does.
+    `make_combine` returns a function that combines the gradients of all ranks, and one that clears its state; None:
+    as the option `compress` does.
     """
     if layout.read(BatchNormOptions).batch_norm == "sync" and has_batch_norm(on_cpu(workload)):
         raise CannotRunError(
