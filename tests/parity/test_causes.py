@@ -609,3 +609,17 @@ def test_state_outside_of_the_model_is_named(ranks: Any, changes: dict[str, Any]
     """Neither collate nor a loss over the whole batch is the cause."""
     parity = parity_of(ranks, zoo.workload("frozen", **changes), steps=2, is_quick=True)
     assert expected_cause in (parity.cause or ""), parity
+
+
+class ScaledOnRank1(zoo.FrozenModel):
+    """A model whose output depends on the rank."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(values) * (2.0 if dist.is_initialized() and dist.get_rank() else 1.0)
+
+
+def test_loss_that_differs_before_tensors_is_the_first_divergence(ranks: Any) -> None:
+    """The tensors of that update differ, too, as a consequence."""
+    parity = parity_of(ranks, zoo.workload("frozen", model=ScaledOnRank1), steps=2, is_quick=True)
+    assert parity.first_divergence == "update 0, loss (float64)"
+    assert "the loss differs before any weight does" in (parity.cause or "")

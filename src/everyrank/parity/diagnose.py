@@ -150,7 +150,9 @@ def _diagnose(
     if first is None and comparison.category in ("replicas", "tensor"):
         cause = _replica_cause(evidence) if comparison.category == "replicas" else GRADIENTS_DIFFER
         return comparison.location, _with_state_changes(evidence, cause)
-    if comparison.category == "count" or first is None or first[0] > done:
+    # the loss of an update is computed before its tensors change
+    is_loss = comparison.category == "loss" and first is not None and first[0] == done and _loss_differs(evidence, done)
+    if comparison.category == "count" or first is None or first[0] > done or is_loss:
         return comparison.location, _with_state_changes(evidence, _loss_cause(evidence, done - 1))
     num_updates, names = first
     when = f"update {updates[num_updates - 1].step}" if num_updates else "before any update"
@@ -301,7 +303,7 @@ def _tensor_cause(evidence: _Evidence, num_updates: int, names: Sequence[str]) -
         return "the ranks did not start from the same weights: the model is built from random numbers without a seed"
     index, reference, run = num_updates - 1, evidence.reference, evidence.run
     size = evidence.world.size - evidence.layout.servers
-    if relative(reference.losses[index], run.losses[index], evidence.loss_scale) > 1e-8:
+    if _loss_differs(evidence, num_updates):
         return _loss_cause(evidence, index)
     buffer_cause = _buffer_cause(evidence, names)
     if buffer_cause is not None:
@@ -342,6 +344,12 @@ def _replica_cause(evidence: _Evidence) -> str:
         f"{type(buffers[names[0]]).__name__} writes {names[0]} in forward, from values of one rank only; all-reduce "
         "the values that it is computed from"
     )
+
+
+def _loss_differs(evidence: _Evidence, num_updates: int) -> bool:
+    """Whether the loss of the last of the first `num_updates` updates differs by more than rounding."""
+    expected_loss, loss = (run.losses[num_updates - 1] for run in (evidence.reference, evidence.run))
+    return relative(expected_loss, loss, evidence.loss_scale) > 1e-8
 
 
 def _buffer_cause(evidence: _Evidence, names: Sequence[str]) -> str | None:
