@@ -18,6 +18,20 @@ from everyrank.repair.remedies import REMEDIES, remedies_for
 # The mark "#!" is at the line of the finding.
 EDITS = [
     (
+        "eval.padded",
+        "",
+        """
+        import torch.distributed as dist
+        from torch.utils.data import DataLoader, Subset
+        loader = DataLoader(dataset=x, batch_size=8, sampler=DistributedSampler(x)) #!
+        """,
+        """
+        import torch.distributed as dist
+        from torch.utils.data import DataLoader, Subset
+        loader = DataLoader(dataset=Subset(x, range(dist.get_rank(), len(x), dist.get_world_size())), batch_size=8) #!
+        """,
+    ),
+    (
         "data.same",
         "",
         """
@@ -757,6 +771,13 @@ def test_sums_that_are_no_numbers_or_count_batches_are_not_edited(rule: str, lin
     for remedy in remedies_for(finding_at_mark(rule, "", script)):
         with pytest.raises(CannotRepairError):
             remedy(EditedScript(script), finding_at_mark(rule, "", script))
+
+
+def test_loader_with_unknown_arguments_is_not_edited() -> None:
+    finding = Finding("FAIL", "data.same", "train.py:1", "")
+    remedy = remedies_for(finding)[0]
+    with pytest.raises(CannotRepairError, match="does not name its dataset"):
+        remedy(EditedScript("loader = DataLoader(*args)"), finding)
 
 
 def test_line_of_another_file_is_not_taken_for_one_of_the_script() -> None:

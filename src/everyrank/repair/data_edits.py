@@ -27,9 +27,8 @@ __all__ = [
 def divide_by_sampler(script: EditedScript, finding: Finding) -> None:
     """DataLoader(data, shuffle=True) -> DataLoader(data, sampler=DistributedSampler(data, shuffle=True))."""
     source, call = script.source, script.call_at(line_of_finding(finding), "DataLoader")
-    dataset = script.keyword(call, "dataset")
-    data = source.code(call.args[0]) if call.args else source.code(dataset.value) if dataset else ""
-    if not data or any(script.keyword(call, name) for name in ("sampler", "batch_sampler")) or len(call.args) > 3:
+    data = source.code(script.dataset_of(call))
+    if any(script.keyword(call, name) for name in ("sampler", "batch_sampler")) or len(call.args) > 3:
         raise CannotRepairError("the loader already has a sampler")
     sampler = script.imported("torch.utils.data.distributed", "DistributedSampler")
     reason = "the sampler gives each rank its own samples"

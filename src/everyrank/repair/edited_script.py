@@ -131,6 +131,15 @@ class EditedScript:
             values += [value] if value is not None else []
         return values
 
+    def dataset_of(self, loader: ast.Call) -> ast.expr:
+        """Return the dataset argument of a DataLoader. Raises `CannotRepairError` if it is not written out."""
+        dataset = self.keyword(loader, "dataset")
+        if loader.args and not isinstance(loader.args[0], ast.Starred):
+            return loader.args[0]
+        if dataset is None:
+            raise CannotRepairError("the call of DataLoader does not name its dataset")
+        return dataset.value
+
     def loop_around(self, line: int) -> ast.For:
         """Return the innermost `for` loop of the same function that holds this line."""
         statement = self.statement_at(line)

@@ -160,16 +160,16 @@ def _weigh_list(script: EditedScript, loop: ast.For, append: ast.Call, terms: st
 def evaluate_without_padding(script: EditedScript, finding: Finding) -> None:
     """Replace a sampler that pads the ranks by Subset(data, range(rank, len(data), world_size))."""
     call = script.call_at(line_of_finding(finding), "DataLoader")
-    sampler = script.keyword(call, "sampler")
-    if sampler is None or not call.args:
-        raise CannotRepairError("the loader has no sampler")
-    name, data = name_of_loader(script, call), script.source.code(call.args[0])
+    sampler, dataset = script.keyword(call, "sampler"), script.dataset_of(call)
+    if sampler is None:
+        raise CannotRepairError("the loader has no argument sampler")
+    name, data = name_of_loader(script, call), script.source.code(dataset)
     if re.search(rf"\b{re.escape(name or '?')}\.(dataset|sampler)\b", script.source.text):
         raise CannotRepairError(f"the script uses {name}.dataset or {name}.sampler, which would change")
     subset = script.imported("torch.utils.data", "Subset")
     dist = script.dist
     script.source.replace(
-        call.args[0],
+        dataset,
         f"{subset}({data}, range({dist}.get_rank(), len({data}), {dist}.get_world_size()))",
         "each sample is evaluated once: a sampler repeats some, so that all ranks have equally many",
     )

@@ -46,6 +46,7 @@ _LOSSES = [
 ]
 _DRAWS = ("randn", "rand", "randn_like", "rand_like", "randint", "randperm", "normal", "bernoulli", "multinomial")
 _MAX_RECORDS = 5000
+_TORCH: Any = torch._C  # has no stub for _functorch
 
 
 def install_expressions(session: Session) -> None:
@@ -373,7 +374,7 @@ def _shape(tensor: Any) -> list[int]:
 
 def _has_memory(tensor: Any) -> bool:
     """Whether a tensor has a storage, which a sparse one, and one inside torch.func.grad and vmap, does not."""
-    return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.layout is torch.strided and not _TORCH._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _path(file: Any) -> str:

@@ -20,6 +20,8 @@ from everyrank.rerun.inside.session import Session
 
 __all__ = ["ModuleNames", "install_module_names"]
 
+_TORCH: Any = torch._C  # has no stub for _functorch
+
 
 class ModuleNames:
     """All existing modules, in the order of their construction."""
@@ -176,7 +178,7 @@ def _is_training(session: Session, module: Any) -> bool:
 
     Forwards inside torch.func.grad and vmap do not count: their tensors have no memory, so they cannot be recorded.
     """
-    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    is_transformed = _TORCH._functorch.peek_interpreter_stack() is not None
     return torch.is_grad_enabled() and module.training and not session.in_backward and not is_transformed
 
 
