@@ -413,6 +413,17 @@ class Growing(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return torch.ones(index + 1, 8), torch.ones(index + 1, 8)
 
 
+def test_note_names_what_a_prediction_lacks() -> None:
+    """There are no rates of float64, which is up to 64 times slower than float32. Compiled kernels are not traced."""
+    workload = workload_with(lambda: nn.Linear(8, 8))
+    layouts = ["single", "single:precision=float64", "single:compile"]
+    plain, float64, compiled = answer_workload(workload, "w", "w.py", parse_cluster("1xh100"), layouts)["layouts"]
+    assert "step_seconds" in plain
+    assert "step_seconds" not in float64
+    assert "no time, because the table of GPUs has no rates of float64" in float64["note"]
+    assert compiled["note"] == "traced whole; without torch.compile"
+
+
 def test_samples_that_differ_in_size_are_noted() -> None:
     """Three samples are read, and the largest is traced. A damaged one does not matter."""
     workload = dataclasses.replace(workload_with(lambda: nn.Linear(8, 8)), train_data=Growing)

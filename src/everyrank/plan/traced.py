@@ -192,6 +192,8 @@ def _not_traced(layout: Layout) -> str:
     """Return what a trace of this layout lacks, for its note."""
     if layout.strategy == "local_sgd" and (every := layout.read(LocalSGDOptions).every) > 1:
         return f"; the average after each {every} updates is in the memory, but not in the time"
+    if layout.precision == "float64":
+        return "; no time, because the table of GPUs has no rates of float64"
     return "; without torch.compile" if layout.compile else ""
 
 
@@ -393,7 +395,8 @@ def answer_workload(
         if text not in cache:
             gc.collect()
             layout, on_gpu = parse_layout(text), cluster.gpu.name != "cpu"
-            timing = _roofline(layout, cluster) if calibration is not None else None
+            has_rate = calibration is not None and layout.precision != "float64"
+            timing = _roofline(layout, cluster) if has_rate else None
             cache[text] = trace_layout(workload, layout, cluster.gpus, samples, on_gpu, timing)
         return cache[text]
 
