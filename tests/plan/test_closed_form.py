@@ -65,6 +65,7 @@ def test_gpu_table_is_plausible() -> None:
         ("NVIDIA A100-SXM4-80GB", "a100_80gb"),
         ("NVIDIA A100-PCIE-40GB", "a100_40gb_pcie"),
         ("NVIDIA H100 80GB HBM3", "h100_80gb"),
+        ("NVIDIA H200 NVL", "h200_nvl"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA RTX A6000", "a6000"),
         ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),

@@ -21,7 +21,7 @@ from everyrank.plan import traced
 from everyrank.plan.as_on_gpu import take_all_at_once
 from everyrank.plan.calibrate import decoder_workload
 from everyrank.plan.hardware import GIB, parse_cluster
-from everyrank.plan.pretend import TracedStep, first_sample, trace_step
+from everyrank.plan.pretend import TracedStep, first_sample, read_samples, trace_step
 from everyrank.plan.trace import StorageTrace
 from everyrank.plan.traced import LayoutMemory, Timing, answer_workload, trace_layout
 from everyrank.workload import Workload
@@ -399,6 +399,41 @@ def test_model_that_cannot_be_traced_has_at_least_the_memory_of_its_state() -> N
             "optimizer": state * trained_bytes,
         }
         assert not memory.is_whole
+
+
+class Growing(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """A dataset of 12 samples, of which each is longer than the one before."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 11:
+            raise ValueError("damaged")
+        return torch.ones(index + 1, 8), torch.ones(index + 1, 8)
+
+
+def test_note_names_what_a_prediction_lacks() -> None:
+    """There are no rates of float64, which is up to 64 times slower than float32. Compiled kernels are not traced."""
+    workload = workload_with(lambda: nn.Linear(8, 8))
+    layouts = ["single", "single:precision=float64", "single:compile"]
+    plain, float64, compiled = answer_workload(workload, "w", "w.py", parse_cluster("1xh100"), layouts)["layouts"]
+    assert "step_seconds" in plain
+    assert "step_seconds" not in float64
+    assert "no time, because the table of GPUs has no rates of float64" in float64["note"]
+    assert compiled["note"] == "traced whole; without torch.compile"
+
+
+def test_samples_that_differ_in_size_are_noted() -> None:
+    """Three samples are read, and the largest is traced. A damaged one does not matter."""
+    workload = dataclasses.replace(workload_with(lambda: nn.Linear(8, 8)), train_data=Growing)
+    assert [sample[0].shape[1] for sample in read_samples(workload, 3)] == [1, 5, 9]
+    assert len(read_samples(workload, 12)) == 11
+    row = answer_workload(workload, "growing", "growing.py", parse_cluster("1xh100"), ["single"])["layouts"][0]
+    assert row["note"] == "traced whole; samples differ in size, and the largest of 3 was traced"
+    assert row["flops"] == 2 * 2 * 16 * 9 * 8 * 8
+    equal = answer_workload(workload_with(lambda: nn.Linear(8, 8)), "w", "w.py", parse_cluster("1xh100"), ["single"])
+    assert equal["layouts"][0]["note"] == "traced whole"
 
 
 class Printing(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,7 @@ from everyrank.strategies import Prepared, prepare
 from everyrank.workload import Workload
 from everyrank.world import World
 
-__all__ = ["FakeDDP", "TracedStep", "first_sample", "micro_batches_of", "trace_step"]
+__all__ = ["FakeDDP", "TracedStep", "first_sample", "micro_batches_of", "read_samples", "shapes_of", "trace_step"]
 
 
 @dataclass(frozen=True)
@@ -361,11 +362,40 @@ def _groups(operators: Sequence[Operator]) -> dict[str, tuple[int, ...]]:
 
 def first_sample(workload: Workload) -> Any:
     """Return (input, target) of one collated sample of the training data."""
+    return read_samples(workload, 1)[0]
+
+
+def read_samples(workload: Workload, count: int) -> list[Any]:
+    """Return (input, target) of up to `count` samples, each collated by itself: the first, and others.
+
+    Only the first has to be readable; those after one that is not are left out.
+    """
     from torch.utils.data import IterableDataset, default_collate
 
     data = workload.train_data()
-    sample = next(iter(data)) if isinstance(data, IterableDataset) else data[0]
-    return (workload.collate or default_collate)([sample])
+    if isinstance(data, IterableDataset):
+        samples = itertools.islice(data, count)
+    else:
+        number = len(data) if count > 1 else 1
+        samples = (data[index] for index in dict.fromkeys(number * part // count for part in range(count)))
+    collate = workload.collate or default_collate
+    collated = [collate([next(samples)])]
+    with contextlib.suppress(Exception):
+        collated.extend(collate([sample]) for sample in samples)
+    return collated
+
+
+def shapes_of(sample: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors of a sample."""
+    shapes: list[tuple[int, ...]] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    for value in sample:
+        map_tensors(value, note)
+    return shapes
 
 
 def micro_batches_of(prepared: Prepared, sample: Any, make_tensor: Callable[..., Tensor] = torch.empty) -> list[Batch]:

@@ -35,12 +35,13 @@ from everyrank.plan.calibration import Calibration, shipped_calibration
 from everyrank.plan.changes import smaller_layouts
 from everyrank.plan.hardware import GIB, GPUS, Cluster
 from everyrank.plan.machine import Machine, pipeline_bubble, traced_seconds
-from everyrank.plan.pretend import TracedStep, first_sample, trace_step
+from everyrank.plan.pretend import TracedStep, read_samples, shapes_of, trace_step
 from everyrank.plan.roofline import roofline_parts, roofline_sums
 from everyrank.workload import Workload
 
 __all__ = ["LayoutMemory", "Timing", "answer_workload", "time_layout", "trace_layout"]
 
+_SAMPLES = 3  # to see whether they differ in size
 _TRACED_BLOCKS = 12  # with more equal blocks, two depths are traced and extrapolated
 _FRAGMENTS = 1.10  # reserved over allocated, if it is not replayed
 _BUILDING = 3  # sections of a trace before the second update
@@ -191,6 +192,8 @@ def _not_traced(layout: Layout) -> str:
     """Return what a trace of this layout lacks, for its note."""
     if layout.strategy == "local_sgd" and (every := layout.read(LocalSGDOptions).every) > 1:
         return f"; the average after each {every} updates is in the memory, but not in the time"
+    if layout.precision == "float64":
+        return "; no time, because the table of GPUs has no rates of float64"
     return "; without torch.compile" if layout.compile else ""
 
 
@@ -381,7 +384,10 @@ def answer_workload(
     a roofline if the kind of GPU is known.
     """
     with contextlib.redirect_stdout(io.StringIO()):  # a dataset may print
-        samples = first_sample(workload)
+        candidates = read_samples(workload, _SAMPLES)
+    samples = max(candidates, key=lambda sample: sum(map(math.prod, shapes_of(sample))))
+    differ = any(shapes_of(sample) != shapes_of(samples) for sample in candidates)
+    note = f"; samples differ in size, and the largest of {len(candidates)} was traced" if differ else ""
     cache: dict[str, LayoutMemory] = {}
     calibration = shipped_calibration() if timed is None and cluster.gpu.name in GPUS else None
 
@@ -389,7 +395,8 @@ def answer_workload(
         if text not in cache:
             gc.collect()
             layout, on_gpu = parse_layout(text), cluster.gpu.name != "cpu"
-            timing = _roofline(layout, cluster) if calibration is not None else None
+            has_rate = calibration is not None and layout.precision != "float64"
+            timing = _roofline(layout, cluster) if has_rate else None
             cache[text] = trace_layout(workload, layout, cluster.gpus, samples, on_gpu, timing)
         return cache[text]
 
@@ -405,6 +412,7 @@ def answer_workload(
         if timed is not None:
             parts = time_layout(workload, parse_layout(text), cluster.gpus, samples, *timed)
             memory = dataclasses.replace(memory, parts=parts)
+        memory = dataclasses.replace(memory, note=memory.note + note)
         rows.append(_row(text, memory, cluster) | _seconds(memory, calibration))
     for row in rows:
         if row["verdict"] in ("does not fit", "may not fit") and row["is_whole"]:
