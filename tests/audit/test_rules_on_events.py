@@ -105,6 +105,10 @@ def test_mean_recall_of_classes_is_not_a_mean_of_batches() -> None:
     output = "balanced accuracy 0.4667"
     assert found(check_evaluation, [event(EvalForward), *shares], output=output) == {}
     assert found(check_evaluation, evaluation((6, 10), (2, 5), (2, 5)), output=output) != {}
+    batches = [
+        each for share in shares for each in (event(LoaderBatch), share)
+    ]  # forwards of frozen copies are unknown
+    assert found(check_evaluation, batches, output=output) != {}
 
 
 def training_step(*before_backward: Event, number: int = 1, line: str = "/train.py:9") -> list[Event]:

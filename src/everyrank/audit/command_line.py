@@ -56,8 +56,9 @@ def script_command(command_line: Sequence[str]) -> ScriptCommand:
     return ScriptCommand(command_line)
 
 
-_TORCHRUN_SWITCHES = {"--standalone", "--no_python", "--run_path", "--use_agent_store", "--use_env"}
-_TORCHRUN_SWITCHES |= {"--virtual_local_rank"}
+_TORCHRUN_SWITCHES = {
+    *("--standalone", "--no_python", "--run_path", "--use_agent_store", "--use_env", "--virtual_local_rank"),
+}
 _ACCELERATE_SWITCHES = {
     *("--cpu", "--multi_gpu", "--tpu", "--use_mps_device", "--use_deepspeed", "--use_fsdp", "--use_megatron_lm"),
     *("--use_xpu", "--ipex", "--quiet", "-q", "--no_python", "--debug", "--same_network", "--dynamo_use_fullgraph"),

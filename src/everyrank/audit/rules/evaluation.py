@@ -261,12 +261,10 @@ def _have_same_dataset(first: LoaderEpoch, second: LoaderEpoch) -> bool:
 def _check_means(evidence: Evidence, findings: Findings) -> None:
     """Find a printed number that is the mean of the batches' means instead of the mean over all terms."""
     output = evidence.run.outputs[0] if evidence.run.outputs else ""
-    groups = [
+    groups: list[Sequence[Sequence[EvalLoss | EvalShare]]] = [
         group
-        for kind in (EvalLoss, EvalShare)
-        for evaluations in _by_line([_by_evaluation(evidence, rank, kind) for rank in evidence.ranks])
-        for group in _groups(evaluations)
-        if all(_are_of_different_forwards(evidence, events) for events in group)
+        for group in (*_mean_groups(evidence, EvalLoss), *_mean_groups(evidence, EvalShare))
+        if all(_are_of_different_batches(evidence, events) for events in group)
     ]
     # a number that has another explanation: another mean over terms, or a learning rate
     other_numbers = {rate for step in evidence.all_of(OptimizerStep) for rate in step.rates}
@@ -303,17 +301,19 @@ def _by_line(
         yield [[[event for event in events if event.line == line] for events in evaluations] for evaluations in by_rank]
 
 
-def _groups(by_rank: Sequence[Sequence[list[_MeanEvent]]]) -> list[list[list[_MeanEvent]]]:
-    """The events whose mean a script may print: of each evaluation of rank 0, and of each evaluation of all ranks."""
-    of_all_ranks = [list(events) for events in zip(*by_rank, strict=False)] if len(by_rank) > 1 else []
-    return [*([events] for events in by_rank[0]), *of_all_ranks]
+def _mean_groups(evidence: Evidence, kind: type[_MeanEvent]) -> Iterator[list[list[_MeanEvent]]]:
+    """Yield events whose mean a script may print: of each evaluation of rank 0, and of each evaluation of all ranks."""
+    for by_rank in _by_line([_by_evaluation(evidence, rank, kind) for rank in evidence.ranks]):
+        yield from ([events] for events in by_rank[0])
+        yield from (list(events) for events in zip(*by_rank, strict=False) if len(by_rank) > 1)
 
 
-def _are_of_different_forwards(evidence: Evidence, events: Sequence[EvalLoss | EvalShare]) -> bool:
+def _are_of_different_batches(evidence: Evidence, events: Sequence[EvalLoss | EvalShare]) -> bool:
     """Whether each batch has one of these events. Several after one forward may be of classes, as for a mean recall."""
-    positions = [forward.count for event in events[:1] for forward in evidence.of(event.rank, EvalForward)]
-    forwards = [bisect.bisect(positions, event.count) for event in events]
-    return len(set(forwards)) == len(forwards)
+    of_rank = evidence.events[events[0].rank] if events else []
+    positions = [event.count for event in of_rank if isinstance(event, EvalForward | LoaderBatch)]
+    batches = [bisect.bisect(positions, event.count) for event in events]
+    return len(set(batches)) == len(batches)
 
 
 def _units(group: Sequence[Sequence[EvalLoss | EvalShare]]) -> tuple[float, ...]:
