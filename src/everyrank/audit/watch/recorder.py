@@ -204,7 +204,9 @@ def all_leaves(value: Any, depth: int = 0) -> Iterator[Any]:
         for inner in value:
             yield from all_leaves(inner, depth + 1)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < 3:
-        yield from all_leaves(vars(value), depth + 1)
+        # an attribute may not be set yet, and with slots there is no dict of attributes
+        fields = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        yield from all_leaves(vars(value) if hasattr(value, "__dict__") else fields, depth + 1)
     else:
         yield value
 
@@ -213,7 +215,7 @@ def local(tensor: Any) -> Any:
     """The local part of a tensor on this rank, dense."""
     tensor = tensor.detach()
     shard = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return shard.to_dense() if shard.is_sparse else shard
+    return (shard.to_dense() if shard.is_sparse else shard).resolve_conj().resolve_neg()
 
 
 def checksum(tensor: Any) -> int:
