@@ -92,6 +92,10 @@ CALLS = {
         with warnings.catch_warnings(action="error"):
             nn.Linear(2, 1, dtype=torch.cfloat)(torch.randn(4, 2, dtype=torch.cfloat).conj()).abs().sum().backward()
     """,
+    "the state of a schedule": """
+        schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=0.1), 1)
+        assert not [name for name in schedule.state_dict() if "audit" in name]
+    """,
     "an object in sys.modules": """
         class Options(dict):
             __getattr__ = dict.__getitem__

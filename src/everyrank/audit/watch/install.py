@@ -194,7 +194,7 @@ def _watch_seeds(recorder: Recorder) -> None:
         def seed_and_record(*args: Any, **kwargs: Any) -> Any:
             if caller_is_user_code():
                 with contextlib.suppress(Exception):  # a seed may be an array, or text
-                    seed = args[0] if args else kwargs.get("seed", kwargs.get("a"))  # random.seed(a=0)
+                    seed: Any = args[0] if args else kwargs.get("seed", kwargs.get("a"))  # random.seed(a=0)
                     recorder.write(SeedSet(library=library, lines=user_lines()[:_MAX_CALLERS], seed=int(seed)))
             return set_seed(*args, **kwargs)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn._reduction import legacy_get_string
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
@@ -258,7 +259,7 @@ def _reduction(kwargs: Any) -> str:
     old_args = kwargs.get("size_average"), kwargs.get("reduce")
     if old_args == (None, None):
         return kwargs.get("reduction", "mean")
-    return torch.nn._reduction.legacy_get_string(*old_args, emit_warning=False)
+    return legacy_get_string(*old_args, emit_warning=False)
 
 
 def _draws_dropout(func: Any, args: Any, kwargs: Any) -> bool:
