@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed import rpc
+from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.utils._python_dispatch import _disable_current_modes
 
 from everyrank.audit.events import (
@@ -179,9 +180,9 @@ def _file_of(module: Any) -> str:
 
 def _replace_function(module: Any, name: str, function: Any) -> None:
     """Replace a function of a module, so that the new one can be pickled, and called in a TorchScript function."""
-    builtin = torch.jit._builtins._find_builtin(getattr(module, name))
+    builtin = _find_builtin(getattr(module, name))
     if builtin is not None:
-        torch.jit._builtins._register_builtin(function, builtin)
+        _register_builtin(function, builtin)
     function.__module__, function.__qualname__ = module.__name__, name
     setattr(module, name, function)
 
