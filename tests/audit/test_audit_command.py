@@ -87,6 +87,14 @@ def test_script_that_computes_does_not_hang(
     assert start._wait(processes, tmp_path, 0.0, 60.0, 300.0, lambda _: None) == status
 
 
+def test_output_of_an_ended_process_is_closed() -> None:
+    process = start._Process(["echo", "done"], dict(os.environ))
+    assert process.process.wait() == 0
+    assert process.output() == "done\n"
+    assert process.process.stdout is not None
+    assert process.process.stdout.closed
+
+
 INVALID_ARGUMENTS = [
     ((), "audit needs a script"),
     (("absent.py",), "absent.py: no such file; give a Python script"),

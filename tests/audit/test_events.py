@@ -16,6 +16,7 @@ from everyrank.audit import events
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
 from everyrank.audit.start import ScriptRun
+from everyrank.audit.watch.recorder import Recorder, Settings
 
 AUDIT = Path(everyrank.audit.__file__).parent
 KINDS = events.Event.__subclasses__()
@@ -54,6 +55,11 @@ def test_event_is_equal_after_json() -> None:
     event = events.BackwardEnd(rank=1, update=2, losses=[term], scaling_lines=["/train.py:4"])
     line = json.dumps({"kind": "BackwardEnd", **vars(event)}, default=vars)
     assert events.event_from(json.loads(line)) == event
+
+
+def test_event_without_its_folder_is_no_error(tmp_path: Path) -> None:
+    """A process of the script may outlive the audit, which removes its folder."""
+    Recorder(Settings(str(tmp_path / "removed"))).write(events.Stopped())
 
 
 def test_undeclared_field_is_an_error() -> None:

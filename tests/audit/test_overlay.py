@@ -298,6 +298,11 @@ def test_script_sees_its_changes_and_user_files_stay_the_same(tmp_path: Path, op
     run_in_project(tmp_path, textwrap.dedent(FILE_OPERATIONS[operation]))
 
 
+def test_error_in_the_users_sitecustomize_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_bytes("# coding: latin-1\nraise ValueError('é')\n".encode("latin-1"))
+    run_in_project(tmp_path, textwrap.dedent(FILE_OPERATIONS["write"]), tmp_path)
+
+
 def test_files_of_libraries_are_redirected(tmp_path: Path) -> None:
     """One script for all installed libraries, because it imports torch. The module `lmdb` is a fake."""
     installed = [name for name in LIBRARIES if importlib.util.find_spec(name) is not None]

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from auditing import SCRIPTS, audit_forked_script, line_numbers_with
 from everyrank.audit import Audit, examine
 from everyrank.audit.events import LossTerm
-from everyrank.audit.replay.run import term_weights
+from everyrank.audit.replay.run import CollectiveCalledError, fake_process_group, term_weights
 from everyrank.audit.replay.state import RecordedBackward
 from everyrank.audit.rules.gradients import check_gradients
+from everyrank.audit.watch import losses
 from forkserver import ForkServer
 
 NORMS = Path(__file__).parent / "replay" / "norms.py"
@@ -331,3 +333,36 @@ def test_term_weights(pieces: list[RecordedBackward], weights: list[float] | Non
     """Each term has the same weight, or the result is None if the losses do not allow it."""
     actual_weights = term_weights(pieces)
     assert actual_weights == (None if weights is None else pytest.approx(weights))
+
+
+def test_all_reduce_of_one_rank_does_nothing_with_any_arguments() -> None:
+    tensor = torch.ones(2)
+    with fake_process_group(1):
+        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, dist.ReduceOp.SUM, None)
+        dist.all_reduce(tensor=tensor, op=dist.ReduceOp.SUM)
+        for call in (
+            lambda: dist.all_reduce(tensor, async_op=True),
+            lambda: dist.all_reduce(tensor, dist.ReduceOp.SUM, None, True),
+        ):
+            with pytest.raises(CollectiveCalledError):
+                call()
+    assert tensor.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reduction"),
+    [
+        ({}, "mean"),
+        ({"reduction": "sum", "size_average": None, "reduce": None}, "sum"),
+        ({"reduction": "mean", "size_average": False, "reduce": None}, "sum"),
+        ({"reduction": "mean", "size_average": None, "reduce": False}, "none"),
+    ],
+)
+def test_reduction_of_a_loss_by_old_arguments(kwargs: dict[str, Any], reduction: str) -> None:
+    assert losses._reduction(kwargs) == reduction
+
+
+def test_terms_of_a_loss_with_probabilities_as_targets() -> None:
+    """Each pixel is a term, not each sample."""
+    assert losses.num_terms(F.cross_entropy, (torch.zeros(2, 3, 4, 5), torch.full((2, 3, 4, 5), 1 / 3)), {}) == 40

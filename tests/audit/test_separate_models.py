@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from auditing import audit_forked_script
+from everyrank.audit.watch.gradients import Gradients
+from everyrank.audit.watch.losses import Losses
+from everyrank.audit.watch.recorder import Recorder, Settings
 from forkserver import ForkServer
 
 SCRIPT = """
@@ -83,3 +87,30 @@ def test_cross_validation_is_a_warning(python: ForkServer, tmp_path: Path) -> No
     levels = {finding.rule: finding.level for finding in audit_forked_script(python, tmp_path, path).findings}
     assert levels["data.split"] == levels["eval.shard"] == "WARN"
     assert "FAIL" not in levels.values()
+
+
+def test_each_new_model_has_new_names(tmp_path: Path) -> None:
+    """A new parameter may get the id of a deleted one, and on another rank it may not."""
+    gradients = Gradients(Recorder(Settings(str(tmp_path))), Losses())
+    names: list[str] = []
+    for _ in range(20):
+        model = torch.nn.Linear(2, 2)
+        gradients.watch(model)
+        names += [gradients.names[id(parameter)] for parameter in model.parameters()]
+        assert gradients.hooked == {id(parameter) for parameter in model.parameters()}
+        gradients.parameters = []
+        del model
+    assert names[:4] == ["weight", "bias", "Linear.weight (2)", "Linear.bias (3)"]
+    assert len(set(names)) == 40
+    assert not gradients.names
+
+
+def test_gradients_of_lazy_parameters_are_recorded(tmp_path: Path) -> None:
+    gradients = Gradients(Recorder(Settings(str(tmp_path))), Losses())
+    model = torch.nn.LazyLinear(2)
+    gradients.watch(model)
+    assert gradients.has_lazy
+    output = model(torch.ones(1, 3))
+    gradients.watch(model)
+    output.sum().backward()
+    assert {name for _, name in gradients.backward_grads} == {"weight", "bias"}

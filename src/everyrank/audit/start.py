@@ -147,12 +147,13 @@ class _Process:
 
     def _read(self, stream: IO[bytes]) -> None:
         num_kept = 0
-        while line := stream.readline(65536):
-            if num_kept < _MAX_OUTPUT_BYTES:
-                self.first.append(line)
-                num_kept += len(line)
-            else:
-                self.last.append(line)
+        with stream:
+            while line := stream.readline(65536):
+                if num_kept < _MAX_OUTPUT_BYTES:
+                    self.first.append(line)
+                    num_kept += len(line)
+                else:
+                    self.last.append(line)
 
     def output(self) -> str:
         self.reader.join(2.0)

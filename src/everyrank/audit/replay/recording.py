@@ -159,7 +159,7 @@ class ReplayRecorder:
         if torch.is_autocast_enabled(device):
             raise ReplayError("forward runs under autocast, whose rounding hides the differences")
         if any(parameter.dtype not in (torch.float32, torch.float64) for parameter in parameters):
-            raise ReplayError("parameters in a lower precision than float32")
+            raise ReplayError("parameters that are neither float32 nor float64")
         if number > _MAX_PARAMETERS:
             raise ReplayError(f"{number:,} parameters, more than {_MAX_PARAMETERS:,}")
 

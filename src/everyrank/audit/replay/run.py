@@ -429,8 +429,8 @@ def fake_process_group(size: int) -> Generator[None]:
     def raise_called(*_args: Any, **_kwargs: Any) -> Any:
         raise CollectiveCalledError
 
-    def unchanged(_tensor: Any, _op: Any = None, _group: Any = None, async_op: bool = False, **_kwargs: Any) -> None:
-        if async_op:
+    def unchanged(*args: Any, async_op: bool = False, **_kwargs: Any) -> None:
+        if async_op or any(args[3:]):
             raise CollectiveCalledError
 
     replacements = {name: unchanged if size == 1 and name == "all_reduce" else raise_called for name in _COLLECTIVES}

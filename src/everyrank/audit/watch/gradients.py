@@ -7,12 +7,16 @@ is accumulated or sent.
 
 from __future__ import annotations
 
+import functools
+import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import unserializable_hook
 
 from everyrank.audit.events import OptimizerStep
 from everyrank.audit.watch.flat_shards import FlatShards, name_in_model
@@ -30,7 +34,9 @@ class Gradients:
 
     def __init__(self, recorder: Recorder, losses: Losses) -> None:
         self.recorder, self.losses = recorder, losses
-        self.names: dict[int, str] = {}
+        self.names: dict[int, str] = {}  # of living parameters, by id
+        self.used_names: set[str] = set()  # also of parameters that are gone, so that all ranks give the same names
+        self.references: dict[int, Any] = {}  # by id, because a new parameter may get the id of a deleted one
         self.flat = FlatShards()
         self.reads_deepspeed, self.is_in_engine = False, False
         self.engine_grads: dict[str, np.ndarray] = {}  # gradients of the step under DeepSpeed, by name
@@ -38,6 +44,7 @@ class Gradients:
         self.sharded: dict[int, tuple[Any, Any]] = {}  # id of a gathered parameter -> the parameter, its shard
         self.parameters: list[Any] = []  # of the model of the last forward
         self.is_fully_sharded = False
+        self.has_lazy = False  # the model of the last forward had parameters that only a forward creates
         self.ignored: set[int] = set()  # ids of parameters that FSDP1 does not shard
         self.backward_grads: dict[tuple[int, str], np.ndarray] = {}  # by backward and name
         self.last_backward_grads: dict[
@@ -63,17 +70,36 @@ class Gradients:
         self.ignored |= {id(p) for module in root.modules() for p in getattr(module, "_ignored_params", ())}
         for flat in self.flat.add_model(root):
             flat.register_hook(self._flat_hook(flat))
+        self.has_lazy = False
         for name, named_parameter in root.named_parameters():
             parameter = self._sharded(named_parameter)
+            if is_lazy(parameter):
+                self.has_lazy = True
+                continue
             if id(parameter) not in self.names:
                 name = name_in_model(name)
                 # two models, such as a generator and a discriminator, may use the same name
-                is_taken = name in self.names.values()
-                self.names[id(parameter)] = f"{type(root).__name__}.{name} ({len(self.names)})" if is_taken else name
+                is_taken = name in self.used_names
+                self._add_name(
+                    parameter, f"{type(root).__name__}.{name} ({len(self.used_names)})" if is_taken else name
+                )
             is_whole = not hasattr(parameter, "to_local") and not self.flat.has_parameter(parameter)
             if id(parameter) not in self.hooked and parameter.requires_grad and is_whole:
                 self.hooked.add(id(parameter))
                 parameter.register_hook(self.leaf_hook(self.names[id(parameter)]))
+
+    def _add_name(self, parameter: Any, name: str) -> None:
+        self.names[id(parameter)] = name
+        self.used_names.add(name)
+        # torch cannot swap a DTensor that has weak references, as model.to() does
+        is_held = hasattr(parameter, "to_local") or torch.__future__.get_swap_module_params_on_conversion()
+        forget = functools.partial(self._forget, id(parameter))
+        self.references[id(parameter)] = parameter if is_held else weakref.ref(parameter, forget)
+
+    def _forget(self, parameter_id: int, _: Any) -> None:
+        self.names.pop(parameter_id, None)
+        self.references.pop(parameter_id, None)
+        self.hooked.discard(parameter_id)
 
     def gathered(self, gathered_parameter: Any, shard: Any) -> None:
         """Remember the shard of a parameter that fully_shard has gathered, perhaps until a later forward."""
@@ -87,6 +113,7 @@ class Gradients:
     def leaf_hook(self, name: str) -> Callable[[Any], None]:
         """A hook that records the gradient of the parameter with this name in each backward."""
 
+        @unserializable_hook  # otherwise torch warns if the script sends the parameter to another process
         def add_gradient(grad: Any) -> None:
             self._add_gradient(name, grad)
 
@@ -124,7 +151,11 @@ class Gradients:
         if not self.recorder.micro:
             return {}
         trained = [parameter for parameter in self.parameters if parameter.grad is not None]
-        return {self.names[id(p)]: float(local(p.grad).double().square().sum()) for p in trained if id(p) in self.names}
+        return {
+            self.names[id(p)]: float(local(p.grad).abs().double().square().sum())
+            for p in trained
+            if id(p) in self.names
+        }
 
     @harmless("gradients that were carried over from the update before")
     def begin_backward(self) -> None:
@@ -151,7 +182,8 @@ class Gradients:
             self.last_backward_grads, self.backward_update = self.backward_grads, recorder.update
         with recorder.muted():
             for parameter in parameters:
-                self.names.setdefault(id(parameter), f"optimizer[{len(self.names)}]")
+                if id(parameter) not in self.names:
+                    self._add_name(parameter, f"optimizer[{len(self.used_names)}]")
             if recorder.update < recorder.settings.updates:
                 self._write_samples(parameters)
             rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
@@ -214,8 +246,12 @@ class Gradients:
 
 
 def sample(tensor: Any) -> np.ndarray:
-    """At most 2,048 elements of a tensor in float64, at equal distances that depend only on its size."""
-    flat = local(tensor).reshape(-1)
+    """At most 2,048 elements of a tensor in float64, at equal distances that depend only on its size.
+
+    A complex number counts as two elements.
+    """
+    values = local(tensor)
+    flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
     if flat.numel() > _SAMPLE_SIZE:
         flat = flat[:: -(-flat.numel() // _SAMPLE_SIZE)]
     return flat.to(torch.float64, copy=True).cpu().numpy()

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed import rpc
+from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.utils._python_dispatch import _disable_current_modes
 
 from everyrank.audit.events import (
@@ -179,9 +180,9 @@ def _file_of(module: Any) -> str:
 
 def _replace_function(module: Any, name: str, function: Any) -> None:
     """Replace a function of a module, so that the new one can be pickled, and called in a TorchScript function."""
-    builtin = torch.jit._builtins._find_builtin(getattr(module, name))
+    builtin = _find_builtin(getattr(module, name))
     if builtin is not None:
-        torch.jit._builtins._register_builtin(function, builtin)
+        _register_builtin(function, builtin)
     function.__module__, function.__qualname__ = module.__name__, name
     setattr(module, name, function)
 
@@ -194,7 +195,7 @@ def _watch_seeds(recorder: Recorder) -> None:
         def seed_and_record(*args: Any, **kwargs: Any) -> Any:
             if caller_is_user_code():
                 with contextlib.suppress(Exception):  # a seed may be an array, or text
-                    seed = args[0] if args else kwargs.get("seed", kwargs.get("a"))  # random.seed(a=0)
+                    seed: Any = args[0] if args else kwargs.get("seed", kwargs.get("a"))  # random.seed(a=0)
                     recorder.write(SeedSet(library=library, lines=user_lines()[:_MAX_CALLERS], seed=int(seed)))
             return set_seed(*args, **kwargs)
 

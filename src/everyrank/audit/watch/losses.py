@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn._reduction import legacy_get_string
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from everyrank.audit.events import EvalLoss, EvalShare, EvalSlice, LossTerm
@@ -118,12 +120,14 @@ class FunctionMode(TorchFunctionMode):
             if replaced is not None:
                 return replaced
         out = func(*args, **kwargs)
-        if not self.recorder.is_muted:
+        has_shapes = not any(is_lazy(value) for value in (out, *args[:1]))  # a lazy parameter has none yet
+        if has_shapes and not self.recorder.is_muted:
             self._record(func, args, kwargs, out)
         return out
 
     @harmless("losses and other torch functions")
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        args, kwargs = _positional(args, kwargs)
         self.losses.gathers.track_function(func, args, kwargs, out)
         if not self.losses.is_evaluating:
             self.losses.noise.track_function(self.recorder, func, args, kwargs, out, self.losses.depth > 0)
@@ -142,9 +146,9 @@ class FunctionMode(TorchFunctionMode):
 
     def _record_evaluation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record mean losses and slices of an evaluation."""
-        self.losses.num_dropouts += _draws_dropout(func, kwargs)
+        self.losses.num_dropouts += _draws_dropout(func, args, kwargs)
         self._record_slice(func, args)
-        if func in LOSSES and _is_scalar(out) and kwargs.get("reduction", "mean") == "mean":
+        if func in LOSSES and _is_scalar(out) and _reduction(kwargs) == "mean":
             with self.recorder.muted():
                 value, count = float(out), num_terms(func, args, kwargs)
             self.recorder.write(EvalLoss(line=user_line(), value=value, terms=count))
@@ -171,7 +175,7 @@ class FunctionMode(TorchFunctionMode):
 
     def _record_computation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         losses = self.losses
-        losses.num_dropouts += _draws_dropout(func, kwargs)
+        losses.num_dropouts += _draws_dropout(func, args, kwargs)
         if losses.is_evaluating:
             self._record_slice(func, args)
         is_derived = bool(losses.derived) and any(id(tensor) in losses.derived for tensor in tensors((args, kwargs)))
@@ -184,7 +188,7 @@ class FunctionMode(TorchFunctionMode):
         if func in _SCALINGS and is_derived and losses.depth == 0 and _is_scalar(args[0]):
             losses.scaling_lines.append(user_line())
         elif func in LOSSES:
-            reduction = kwargs.get("reduction", "mean")
+            reduction = _reduction(kwargs)
             with self.recorder.muted():
                 count = num_terms(func, args, kwargs)
             self._add_loss(func, out, count, "mean" if reduction == "batchmean" else reduction)
@@ -241,10 +245,27 @@ class FunctionMode(TorchFunctionMode):
             term.scale += float(grad)
 
 
-def _draws_dropout(func: Any, kwargs: Any) -> bool:
+def _positional(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a call, with `input` and `other` by position."""
+    kwargs = dict(kwargs)
+    for position, name in enumerate(("input", "other")):
+        if len(args) == position and name in kwargs:
+            args = (*args, kwargs.pop(name))
+    return args, kwargs
+
+
+def _reduction(kwargs: Any) -> str:
+    """The reduction of a loss function, also by its old arguments `size_average` and `reduce`."""
+    old_args = kwargs.get("size_average"), kwargs.get("reduce")
+    if old_args == (None, None):
+        return kwargs.get("reduction", "mean")
+    return legacy_get_string(*old_args, emit_warning=False)
+
+
+def _draws_dropout(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call draws a dropout mask."""
     if func is F.scaled_dot_product_attention:
-        return kwargs.get("dropout_p", 0) > 0
+        return kwargs.get("dropout_p", args[4] if len(args) > 4 else 0) > 0
     return func in DROPOUTS and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0
 
 
@@ -274,7 +295,7 @@ def num_terms(func: Any, args: Any, kwargs: Any) -> float:
     target = kwargs.get("target", args[1] if len(args) > 1 else None)
     if func in (F.cross_entropy, F.nll_loss):
         if target.is_floating_point():
-            return float(target.shape[0]) if target.dim() > 1 else 1.0
+            return target.numel() / target.shape[1] if target.dim() > 1 else 1.0  # without the dim of classes
         counts = target != kwargs.get("ignore_index", -100)
         weight = kwargs.get("weight")
         return float(weight[target[counts]].sum()) if weight is not None else float(counts.sum())

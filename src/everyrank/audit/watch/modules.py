@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 import zlib
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from everyrank.audit.events import (
     BufferModule,
@@ -48,7 +50,7 @@ class Modules:
 
     def __init__(self, recorder: Recorder, losses: Losses, gradients: Gradients) -> None:
         self.recorder, self.losses, self.gradients = recorder, losses, gradients
-        self.wrapped: dict[int, Any] = {}  # id of a wrapped model -> its DistributedDataParallel
+        self.wrapped = weakref.WeakSet[Any]()  # models that DistributedDataParallel wraps
         self.mode_at = ""  # the line of the last model.eval()
         self.to_empty_line = ""  # the line of the last to_empty, until the next training forward
         self.frozen: list[Any] = []  # modules without trainable parameters that have been recorded
@@ -69,11 +71,12 @@ class Modules:
             if is_grad:
                 self.gradients.watch(root)
             num_samples = next((t.shape[0] for t in tensors((args, kwargs)) if t.dim()), 0)
-            shapes = {tuple(parameter.shape) for parameter in root.parameters()}
+            # a lazy module gets its parameters in its first forward
+            shapes = {tuple(parameter.shape) for parameter in root.parameters() if not is_lazy(parameter)}
             forward = Forward(
                 line=line,
                 wrapper=kind if root is not module or "FSDP" in kind else "",
-                bypasses_wrapper=id(module) in self.wrapped,
+                bypasses_wrapper=module in self.wrapped,
                 broadcasts_buffers=bool(getattr(module, "modules_buffers", None)) and module.broadcast_buffers,
                 is_grad=is_grad,
                 is_training=root.training,
@@ -109,6 +112,8 @@ class Modules:
         """Record the end of a forward. `num_dropouts` masks had been drawn before it."""
         recorder = self.recorder
         if torch.is_grad_enabled():
+            if self.gradients.has_lazy:
+                self.gradients.watch(_unwrapped(module))
             self.losses.forward_done(output)
             noise = self.losses.noise
             with recorder.muted():
@@ -194,10 +199,10 @@ class Modules:
         self.recorder.write(wrap)
 
     @harmless("parameters without a value after to_empty")
-    def fill_with_nan(self, module: Any) -> None:
-        """Fill the tensors of a module with NaN, to find parameters that never get a value."""
+    def fill_with_nan(self, module: Any, recurse: bool) -> None:
+        """Fill the tensors that to_empty has created with NaN, to find parameters that never get a value."""
         with torch.no_grad(), self.recorder.muted():
-            for tensor in [*module.parameters(), *module.buffers()]:
+            for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
                 if local(tensor).is_floating_point():
                     local(tensor).fill_(float("nan"))
         self.to_empty_line = user_line()
@@ -206,6 +211,8 @@ class Modules:
         """The names of parameters that are still NaN. Sets them to small values, so that training can continue."""
         names = list[str]()
         for name, parameter in root.named_parameters():
+            if is_lazy(parameter):
+                continue
             values = local(parameter)
             if bool(values.isnan().any()):
                 values.copy_(torch.linspace(-0.02, 0.02, values.numel(), device=values.device).view(values.shape))
@@ -301,7 +308,7 @@ def _watch_wrapping(modules: Modules) -> None:
         modules.record_wrap(module, kwargs)
         with recorder.during(f"DistributedDataParallel() at {user_line()}"):
             init(self, module, device_ids, output_device, *args, **kwargs)
-        modules.wrapped[id(module)] = self
+        modules.wrapped.add(module)
 
     register = DistributedDataParallel.register_comm_hook
 
@@ -340,9 +347,9 @@ def _watch_to_empty(modules: Modules) -> None:
     to_empty = torch.nn.Module.to_empty
 
     @functools.wraps(to_empty)
-    def empty(self: Any, *args: Any, **kwargs: Any) -> Any:
-        out = to_empty(self, *args, **kwargs)
-        modules.fill_with_nan(self)
+    def empty(self: Any, *, device: Any, recurse: bool = True) -> Any:
+        out = to_empty(self, device=device, recurse=recurse)
+        modules.fill_with_nan(self, recurse)
         return out
 
     torch.nn.Module.to_empty = empty

@@ -119,9 +119,6 @@ class Recorder:
         """Write an event as a line of JSON. Loader workers are forked, so each process has a file of its own."""
         if self.is_muted and not isinstance(event, Stopped):  # under RPC another thread may be inside a muted block
             return
-        if os.getpid() != self._pid:
-            self._pid = os.getpid()
-            self._file = _real_open(self.folder / f"pid{self._pid}.jsonl", "a", buffering=1, encoding="utf-8")
         self._count += 1
         position = {
             "update": self.update,
@@ -131,7 +128,10 @@ class Recorder:
             "time": time.time(),
         }
         row = {"kind": type(event).__name__, **vars(event), **position}
-        with contextlib.suppress(OSError):  # a full disk
+        with contextlib.suppress(OSError):  # a full disk, or a process that outlives the audit and its folder
+            if os.getpid() != self._pid:
+                path = self.folder / f"pid{os.getpid()}.jsonl"
+                self._file, self._pid = _real_open(path, "a", buffering=1, encoding="utf-8"), os.getpid()
             self._file.write(json.dumps(row, default=vars) + "\n")  # default: LossTerm, ReduceResult
 
     def hook_failed(self, task: str, error: Exception) -> None:
@@ -204,7 +204,9 @@ def all_leaves(value: Any, depth: int = 0) -> Iterator[Any]:
         for inner in value:
             yield from all_leaves(inner, depth + 1)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < 3:
-        yield from all_leaves(vars(value), depth + 1)
+        # an attribute may not be set yet, and with slots there is no dict of attributes
+        fields = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        yield from all_leaves(vars(value) if hasattr(value, "__dict__") else fields, depth + 1)
     else:
         yield value
 
@@ -213,7 +215,7 @@ def local(tensor: Any) -> Any:
     """The local part of a tensor on this rank, dense."""
     tensor = tensor.detach()
     shard = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return shard.to_dense() if shard.is_sparse else shard
+    return (shard.to_dense() if shard.is_sparse else shard).resolve_conj().resolve_neg()
 
 
 def checksum(tensor: Any) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -256,6 +257,7 @@ def _watch_schedules(hooks: _StepHooks) -> None:
     from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
     depth: list[int] = []
+    made_schedules = weakref.WeakSet[Any]()  # a mark on the schedule itself would get into its state_dict
 
     def watched(schedule_class: Any) -> None:
         step = schedule_class.__dict__.get("step")
@@ -266,7 +268,7 @@ def _watch_schedules(hooks: _StepHooks) -> None:
         def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1).f_globals.get("__name__", "") if not depth else ""
             is_prepared = caller.startswith("accelerate.")
-            if not depth and getattr(self, "_audit_made", False):
+            if not depth and self in made_schedules:
                 name = type(self).__name__
                 recorder.write(ScheduleStep(line=user_line(), schedule=id(self), name=name, is_prepared=is_prepared))
             elif not depth and isinstance(self, ReduceLROnPlateau):
@@ -281,21 +283,21 @@ def _watch_schedules(hooks: _StepHooks) -> None:
 
     for schedule_class in [LRScheduler, *_all_subclasses(LRScheduler)]:
         watched(schedule_class)
-    _mark_constructed(LRScheduler)
+    _remember_constructed(LRScheduler, made_schedules)
 
 
 def _all_subclasses(base_class: Any) -> list[Any]:
     return [cls for subclass in base_class.__subclasses__() for cls in (subclass, *_all_subclasses(subclass))]
 
 
-def _mark_constructed(schedule_class: Any) -> None:
-    """Mark schedules that are constructed, because a schedule steps once in its constructor."""
+def _remember_constructed(schedule_class: Any, made_schedules: weakref.WeakSet[Any]) -> None:
+    """Remember schedules that are constructed, because a schedule steps once in its constructor."""
     initial_step = schedule_class._initial_step
 
     @functools.wraps(initial_step)
     def made(self: Any) -> None:
         initial_step(self)
-        self._audit_made = True
+        made_schedules.add(self)
 
     schedule_class._initial_step = made
 

@@ -15,11 +15,15 @@ _HERE = str(Path(__file__).parent)
 
 
 def _chain() -> None:
-    """Run the `sitecustomize` of the user's environment, which this one hides."""
+    """Run the `sitecustomize` of the user's environment, which this one hides. As in Python, its errors end nothing."""
     for folder in sys.path:
         path = Path(folder or ".") / "sitecustomize.py"
         if str(path.parent.absolute()) != _HERE and path.is_file():
-            exec(compile(path.read_text(), str(path), "exec"), {"__name__": "sitecustomize", "__file__": str(path)})  # noqa: S102
+            names = {"__name__": "sitecustomize", "__file__": str(path)}
+            try:
+                exec(compile(path.read_bytes(), str(path), "exec"), names)  # noqa: S102
+            except Exception as error:
+                print(f"Error in {path}: {type(error).__name__}: {error}", file=sys.stderr)
             return
 
 
