@@ -13,10 +13,10 @@ from torch import nn
 import zoo
 from everyrank import parse_layout
 from everyrank.data import all_updates
-from everyrank.errors import CannotRunError, WorkloadError
+from everyrank.errors import CannotRunError, UnsupportedLayoutError, WorkloadError
 from everyrank.loop import open_data, run_updates
 from everyrank.parallel.fsdp import fsdp_units
-from everyrank.parallel.parallelize import call_model, find_blocks
+from everyrank.parallel.parallelize import call_model, find_blocks, find_called_blocks
 from everyrank.parallel.pipeline.run import PipelineRun
 from everyrank.parallel.precision import LossScaler
 from everyrank.parallel.tensor.plan import resolve
@@ -239,6 +239,16 @@ def error_for_wrong_blocks(world: World) -> str:
     except WorkloadError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "pipeline", "single:recompute", "ddp:compile"])
+def test_blocks_that_the_model_does_not_call_are_refused(layout: str) -> None:
+    """Recomputation and compilation had no effect on lists of layers, fsdp and pipeline failed."""
+    lists = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)])])
+    workload = zoo.workload("frozen", blocks="layers")
+    with pytest.raises(UnsupportedLayoutError, match=r"blocks='layers' contains a ModuleList, which has no forward"):
+        find_called_blocks(workload, parse_layout(layout), nn.ModuleDict({"layers": lists}))
+    assert find_blocks(workload, nn.ModuleDict({"layers": lists})) == list(lists)
 
 
 def test_wrong_blocks_path_in_a_sequential_model() -> None:
