@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import UserDict
 from typing import Any
 from unittest import mock
@@ -189,6 +190,40 @@ def parity_of_empty_parameters(world: World) -> list[str]:
 def test_empty_parameters_and_integers_are_equal(ranks: Any) -> None:
     """They cannot be sharded, compressed or averaged."""
     assert ranks(2, parity_of_empty_parameters) == [["equal", "equal"]] * 2
+
+
+class LayerwiseSGD(torch.optim.Optimizer):
+    """SGD whose step is scaled by the norms of parameter and gradient (LARS), read as numbers of Python."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                norms = parameter.norm().item(), float(parameter.grad.norm())
+                parameter.add_(parameter.grad, alpha=-0.1 * norms[0] / (norms[1] + 1e-3))
+
+
+def layerwise_parities(world: World) -> list[str]:
+    plan = {"0": "colwise", "2": "rowwise"}
+    workload = zoo.workload(
+        "frozen",
+        model=lambda: nn.Sequential(nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)),
+        blocks=None,
+        clip_norm=None,
+        tensor_plan=plan,
+    )
+    workload = dataclasses.replace(workload, optimizer=lambda model: LayerwiseSGD(model.parameters()))
+    case = parity_case(workload, *open_data(workload, world), steps=3)
+    layouts = [f"{strategy}:precision=float64" for strategy in ("fsdp", "tensor")]
+    return [check_layout(case, parse_layout(text), world, f"layerwise/{text}")[0].status for text in layouts]
+
+
+def test_optimizer_reads_norms_of_whole_parameters(ranks: Any) -> None:
+    """torch returns the norm of this rank's part as a number."""
+    assert ranks(2, layerwise_parities) == [["equal", "equal"]] * 2
 
 
 def test_a_tensor_plan_may_use_any_name_of_a_module() -> None:
