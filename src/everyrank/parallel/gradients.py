@@ -7,23 +7,19 @@ equivalent.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from everyrank.errors import WorkloadError
-from everyrank.layout import AXES, DATA_AXES, Layout
+from everyrank.layout import AXES, DATA_AXES
 from everyrank.parallel.flat import buckets, flatten, write_back
 from everyrank.parallel.mesh import Mesh, local_tensor
-from everyrank.world import World, do_all_ranks_agree
+from everyrank.world import World
 
 __all__ = [
-    "SameGradients",
     "all_reduce_grads",
     "average_replicated_grads",
     "is_norm_param",
@@ -32,7 +28,6 @@ __all__ = [
     "total_and_missing_grads",
 ]
 
-_NUMBERS = itertools.count()  # each `SameGradients` has keys of its own in the store
 _BUCKET_BYTES = 25 << 20  # the default of DistributedDataParallel
 
 
@@ -135,37 +130,3 @@ def all_reduce_grads(parameters: Sequence[nn.Parameter], mesh: Mesh, *stages: st
         work.wait()
         flat /= mesh.size("replicate", "shard", "context")
         write_back(flat, bucket)
-
-
-class SameGradients:
-    """Checks after a backward that ranks have gradients of the same parameters, because they are reduced in order.
-
-    If an expert of a mixture gets no token on one rank, its gradient is missing there, and the gradients of other
-    parameters would be added to those of this one. Ranks communicate only if what is missing has changed.
-
-    named   the parameters by name, the same on all `ranks` of `world` (index of this rank, number, name of the group)
-    """
-
-    def __init__(
-        self, named: Mapping[str, nn.Parameter], layout: Layout, world: World, ranks: tuple[int, int, str] | None = None
-    ) -> None:
-        self.named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        self.layout, self.number, self.num_checks = layout, next(_NUMBERS), 0
-        rank, size, self.group_name = ranks or (world.rank, world.size, "")
-        self.world = dataclasses.replace(world, rank=rank, size=size)
-        self.missing: list[str] = []
-
-    def check(self) -> None:
-        """Raise `WorkloadError` on a rank whose missing gradients have changed, unless they are the same on all."""
-        self.num_checks += 1
-        missing = [name for name, parameter in self.named.items() if parameter.grad is None]
-        if missing == self.missing or self.world.size == 1 or self.world.backend == "fake":
-            return
-        key = f"missing gradients/{self.number}/{self.num_checks}/{self.group_name}/{' '.join(missing)}"
-        if not do_all_ranks_agree(self.world, key):
-            name = next(iter(set(missing).symmetric_difference(self.missing)))
-            raise WorkloadError(
-                f"layout {self.layout}: parameter {name} took part in the loss on some ranks only, so that gradients "
-                "of different parameters were added up; use --layout ddp:find_unused=true"
-            )
-        self.missing = missing

@@ -62,7 +62,7 @@ class Mesh:
         """Return the slice of each micro-batch that this rank reads."""
         if self.is_server:
             return Slice(0, 0)
-        return Slice(self.index_along(*SAMPLE_AXES), self.size(*SAMPLE_AXES))
+        return Slice(self._index_along(SAMPLE_AXES), self.size(*SAMPLE_AXES))
 
     @property
     def rng_stream(self) -> int:
@@ -72,9 +72,9 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Return the index of this rank among the ranks with different samples or positions."""
-        return self.index_along(*DATA_AXES)
+        return self._index_along(DATA_AXES)
 
-    def index_along(self, *axes: str) -> int:
+    def _index_along(self, axes: Iterable[str]) -> int:
         """Return the index of this rank among the ranks that differ from it only in these axes, outermost first."""
         index = 0
         for axis in axes:

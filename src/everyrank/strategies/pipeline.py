@@ -39,13 +39,7 @@ from everyrank.layout.options import PipelineOptions
 from everyrank.parallel.batch_gather import raise_on_all_ranks
 from everyrank.parallel.fsdp import apply_fsdp_to_blocks, is_sharded
 from everyrank.parallel.full_state import full_state_dict
-from everyrank.parallel.gradients import (
-    SameGradients,
-    all_reduce_grads,
-    norm_params,
-    sum_squares,
-    total_and_missing_grads,
-)
+from everyrank.parallel.gradients import all_reduce_grads, norm_params, sum_squares, total_and_missing_grads
 from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.parallelize import call_model, parallelize
@@ -78,16 +72,6 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     sum_grad_squares = functools.partial(
         sum_squares, norm_params(trainable.parameters, mesh, set(stage_parameters)), mesh
     )
-    same_gradients = SameGradients(
-        {name: parameter for name, parameter in model.named_parameters() if parameter in set(stage_parameters)},
-        layout,
-        world,
-        (
-            mesh.index_along("replicate", "shard", "context"),
-            mesh.size("replicate", "shard", "context"),
-            f"{mesh.coordinate['pipeline']} {mesh.coordinate['tensor']}",
-        ),
-    )
     pipeline = PipelineRun(mesh, stages, options, weight_grads, trainable.enter_phase)
     loss_errors: list[
         UnsupportedLayoutError
@@ -103,7 +87,6 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         parallel.reduce_partial_grads()
         total = total_and_missing_grads(share, outside_parameters, world)
         all_reduce_grads(outside_parameters, mesh, "pipeline")
-        same_gradients.check()
         all_reduce_grads([parameter for parameter in stage_parameters if not is_sharded(parameter)], mesh)
         # all gradients are averaged over the ranks that read by now
         trainable.optimizer_step(total, mesh.size("replicate", "shard"), sum_grad_squares)
