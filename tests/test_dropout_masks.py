@@ -152,6 +152,12 @@ def test_dropout_modules_drop_and_scale() -> None:
     assert abs(float(output.std()) - 1) < 0.02
 
 
+def test_dropout_module_may_be_called_by_keyword() -> None:
+    model = nn.Dropout(0.5)
+    exact_of(model)
+    assert set(model(input=torch.ones(4, 50)).unique().tolist()) == {0.0, 2.0}
+
+
 def test_shared_module_has_a_different_mask_for_each_call() -> None:
     """A module is used in two places, and twice in one of them. All three masks are different."""
     shared = nn.Dropout(0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import UserDict
 from typing import Any
 from unittest import mock
@@ -13,10 +14,10 @@ from torch import nn
 import zoo
 from everyrank import parse_layout
 from everyrank.data import all_updates
-from everyrank.errors import CannotRunError, WorkloadError
+from everyrank.errors import CannotRunError, UnsupportedLayoutError, WorkloadError
 from everyrank.loop import open_data, run_updates
 from everyrank.parallel.fsdp import fsdp_units
-from everyrank.parallel.parallelize import call_model, find_blocks
+from everyrank.parallel.parallelize import call_model, find_blocks, find_called_blocks
 from everyrank.parallel.pipeline.run import PipelineRun
 from everyrank.parallel.precision import LossScaler
 from everyrank.parallel.tensor.plan import resolve
@@ -191,6 +192,40 @@ def test_empty_parameters_and_integers_are_equal(ranks: Any) -> None:
     assert ranks(2, parity_of_empty_parameters) == [["equal", "equal"]] * 2
 
 
+class LayerwiseSGD(torch.optim.Optimizer):
+    """SGD whose step is scaled by the norms of parameter and gradient (LARS), read as numbers of Python."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                norms = parameter.norm().item(), float(parameter.grad.norm())
+                parameter.add_(parameter.grad, alpha=-0.1 * norms[0] / (norms[1] + 1e-3))
+
+
+def layerwise_parities(world: World) -> list[str]:
+    plan = {"0": "colwise", "2": "rowwise"}
+    workload = zoo.workload(
+        "frozen",
+        model=lambda: nn.Sequential(nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)),
+        blocks=None,
+        clip_norm=None,
+        tensor_plan=plan,
+    )
+    workload = dataclasses.replace(workload, optimizer=lambda model: LayerwiseSGD(model.parameters()))
+    case = parity_case(workload, *open_data(workload, world), steps=3)
+    layouts = [f"{strategy}:precision=float64" for strategy in ("fsdp", "tensor")]
+    return [check_layout(case, parse_layout(text), world, f"layerwise/{text}")[0].status for text in layouts]
+
+
+def test_optimizer_reads_norms_of_whole_parameters(ranks: Any) -> None:
+    """torch returns the norm of this rank's part as a number."""
+    assert ranks(2, layerwise_parities) == [["equal", "equal"]] * 2
+
+
 def test_a_tensor_plan_may_use_any_name_of_a_module() -> None:
     """A module that the model has twice is returned under its first name."""
     shared = nn.Linear(2, 2)
@@ -239,6 +274,16 @@ def error_for_wrong_blocks(world: World) -> str:
     except WorkloadError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "pipeline", "single:recompute", "ddp:compile"])
+def test_blocks_that_the_model_does_not_call_are_refused(layout: str) -> None:
+    """Recomputation and compilation had no effect on lists of layers, fsdp and pipeline failed."""
+    lists = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)])])
+    workload = zoo.workload("frozen", blocks="layers")
+    with pytest.raises(UnsupportedLayoutError, match=r"blocks='layers' contains a ModuleList, which has no forward"):
+        find_called_blocks(workload, parse_layout(layout), nn.ModuleDict({"layers": lists}))
+    assert find_blocks(workload, nn.ModuleDict({"layers": lists})) == list(lists)
 
 
 def test_wrong_blocks_path_in_a_sequential_model() -> None:

@@ -9,12 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zoo
 from everyrank import parse_layout
 from everyrank.data import all_updates
-from everyrank.errors import WorkloadError
+from everyrank.errors import UnsupportedLayoutError, WorkloadError
 from everyrank.loop import open_data, run_updates
 from everyrank.parallel import ddp
 from everyrank.parallel.ddp import check_unused_parameters
@@ -197,6 +198,49 @@ def test_parameter_of_an_earlier_micro_batch_is_refused(ranks: Any, strategy: st
         assert f"{strategy}:find_unused=true" in text
     layout = f"{strategy}:accumulate=2,find_unused=true"
     assert ranks(2, error_of_unfinished_reduction, layout) == ["no error"] * 2
+
+
+class ExpertOfEachRank(nn.Module):
+    """A block with two experts of equal size. Each rank uses one of them, or all ranks both in turn."""
+
+    def __init__(self, is_by_rank: bool) -> None:
+        super().__init__()
+        self.experts, self.is_by_rank, self.num_calls = nn.ModuleList(nn.Linear(5, 5) for _ in range(2)), is_by_rank, 0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        expert = self.experts[dist.get_rank() % 2 if self.is_by_rank else self.num_calls % 2]
+        return values + expert(values)
+
+
+class ExpertsModel(nn.Module):
+    def __init__(self, is_by_rank: bool) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(ExpertOfEachRank(is_by_rank) for _ in range(2)), nn.Linear(5, 2)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            values = layer(values)
+        return self.head(values)
+
+
+def error_of_experts(world: World, layout: str, is_by_rank: bool) -> str:
+    """Make two updates, and return the error."""
+    workload = zoo.workload("frozen", model=functools.partial(ExpertsModel, is_by_rank), global_batch=8)
+    try:
+        list(run_updates(prepare(workload, parse_layout(layout), world), zoo.Points(23), all_updates(2, 2)))
+    except UnsupportedLayoutError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(("layout", "count"), [("fsdp", 2), ("pipeline:replicate=2", 4)])
+def test_gradients_of_different_parameters_are_not_added_up(ranks: Any, layout: str, count: int) -> None:
+    """The collectives would have equal sizes. Parameters that no rank uses in an update are no error."""
+    assert ranks(count, error_of_experts, layout, False) == ["no error"] * count
+    for text in ranks(count, error_of_experts, layout, True):
+        assert "experts" in text
+        assert "has a gradient on rank" in text
 
 
 def test_sparse_gradients_are_equal_or_refused(ranks: Any) -> None:

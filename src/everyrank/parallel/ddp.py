@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -102,8 +102,9 @@ def check_reduced(ddp: DistributedDataParallel, layout: Layout) -> None:
 
     DDP then leaves the gradients of its bucket as they are on each rank, and fails only in the next update.
     """
+    check: Callable[[], None] = getattr(ddp, "_check_reducer_finalized", lambda: None)  # private; `plan` has no reducer
     try:
-        ddp._check_reducer_finalized()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]  (torch's own check)
+        check()
     except RuntimeError as error:
         raise WorkloadError(
             f"layout {layout}: some parameters took part in the loss of an earlier micro-batch, but not in the last, "

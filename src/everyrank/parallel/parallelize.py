@@ -34,7 +34,15 @@ from everyrank.parallel.tensor.apply import TensorParallel, apply_tensor_paralle
 from everyrank.workload import Workload
 from everyrank.world import World, single_process_world
 
-__all__ = ["ParallelModel", "broadcast_from_rank_0", "call_model", "find_blocks", "parallelize", "set_up_exact_dropout"]
+__all__ = [
+    "ParallelModel",
+    "broadcast_from_rank_0",
+    "call_model",
+    "find_blocks",
+    "find_called_blocks",
+    "parallelize",
+    "set_up_exact_dropout",
+]
 
 
 @dataclass
@@ -163,7 +171,7 @@ def parallelize(
     if layout.recompute:
         _apply_recompute(model, workload, layout, state, dropout)
     if layout.compile:
-        _apply_compile(model, workload)
+        _apply_compile(model, workload, layout)
     return ParallelModel(
         workload,
         layout,
@@ -235,6 +243,21 @@ def find_blocks(workload: Workload, model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
+def find_called_blocks(workload: Workload, layout: Layout, model: nn.Module) -> list[nn.Module]:
+    """Return the blocks for a layout that changes what calling a block does.
+
+    Raises `UnsupportedLayoutError` for blocks without a forward (a ModuleList of layers), which no code calls.
+    """
+    blocks = find_blocks(workload, model)
+    for block in blocks:
+        if type(block).forward is nn.Module.forward:
+            raise UnsupportedLayoutError(
+                f"layout {layout}: blocks={workload.blocks!r} contains a {type(block).__name__}, which has no forward, "
+                "but this layout needs blocks that the model calls; make each block a module with a forward"
+            )
+    return blocks
+
+
 def _apply_recompute(
     model: nn.Module, workload: Workload, layout: Layout, state: MicroBatchState, dropout: ExactDropout | None
 ) -> None:
@@ -242,7 +265,7 @@ def _apply_recompute(
 
     Raises `WorkloadError` for a workload without blocks.
     """
-    blocks = find_blocks(workload, model)
+    blocks = find_called_blocks(workload, layout, model)
     if not blocks:
         raise WorkloadError(
             f"layout {layout}: recompute needs the repeated blocks; set Workload.blocks, for example 'layers'"
@@ -270,9 +293,9 @@ def _recompute_with_same_masks(state: MicroBatchState, dropout: ExactDropout) ->
     return entered()
 
 
-def _apply_compile(model: nn.Module, workload: Workload) -> None:
+def _apply_compile(model: nn.Module, workload: Workload, layout: Layout) -> None:
     """Apply torch.compile to each block, or to the whole model if `Workload.blocks` is None."""
-    for module in find_blocks(workload, model) or [model]:
+    for module in find_called_blocks(workload, layout, model) or [model]:
         module.compile()
 
 

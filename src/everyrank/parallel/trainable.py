@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.overrides import TorchFunctionMode
 
 from everyrank.data import Batch
 from everyrank.errors import WorkloadError
@@ -126,7 +127,8 @@ class Trainable:
             _multiply(gradients, factor)
         if self.clip_norm is not None and self.clip is not None:
             self.clip(self.clip_norm)
-        with _groups_by_mesh(self.optimizer):
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters)
+        with _groups_by_mesh(self.optimizer), _WholeNumbers() if is_sharded else contextlib.nullcontext():
             self.optimizer.step()
         self.advance_schedule()
 
@@ -258,6 +260,22 @@ def _make_optimizer(workload: Workload, model: nn.Module) -> Optimizer:
             if group.get("fused") and any(isinstance(parameter, DTensor) for parameter in group["params"]):
                 group["fused"] = False
     return optimizer
+
+
+class _WholeNumbers(TorchFunctionMode):
+    """While entered, a number that Python reads from a DTensor is that of the whole tensor.
+
+    An optimizer may read the norm of a parameter (`p.norm().item()`), and torch returns that of the local part. All
+    ranks of the mesh step the same parameters in order, so gathering is no deadlock.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and args and isinstance(args[0], DTensor):
+            args = (args[0].full_tensor(), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+_READS = {Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__bool__, Tensor.__int__}
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from everyrank.parallel.fsdp import apply_fsdp, check_output, reshard_after, sca
 from everyrank.parallel.full_state import full_state_dict
 from everyrank.parallel.gradients import average_replicated_grads, norm_params, sum_squares
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import ParallelModel, call_model, find_blocks, parallelize
+from everyrank.parallel.parallelize import ParallelModel, call_model, find_called_blocks, parallelize
 from everyrank.parallel.same_gradients import SameGradients
 from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
@@ -52,7 +52,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     mesh = open_mesh(layout, world)
     parallel = parallelize(workload, layout, mesh)
     model = parallel.model
-    apply_fsdp(model, find_blocks(workload, model), layout, mesh, parallel.experts)
+    apply_fsdp(model, find_called_blocks(workload, layout, model), layout, mesh, parallel.experts)
     parallel.materialise()
     # Sharding replaced the parameters, so the optimizer is built after it.
     trainable = make_trainable(workload, layout, model)

@@ -132,12 +132,17 @@ def _replace_modules(model: nn.Module, modules: list[tuple[str, nn.Module]], exa
 
 
 def _drop_module(
-    exact: ExactDropout, site: DropoutSite, module: Any, is_channels: bool, is_alpha: bool, values: Tensor
+    exact: ExactDropout,
+    site: DropoutSite,
+    module: Any,
+    is_channels: bool,
+    is_alpha: bool,
+    input: Tensor,  # noqa: A002  (torch's name, by which a model may pass it)
 ) -> Tensor:
     if not module.training or not module.p:
-        return values
-    dropped = exact.drop(values, module.p, exact.module_key(site), is_channels, is_alpha)
-    return values.copy_(dropped) if module.inplace else dropped
+        return input
+    dropped = exact.drop(input, module.p, exact.module_key(site), is_channels, is_alpha)
+    return input.copy_(dropped) if module.inplace else dropped
 
 
 def _in_scope(exact: ExactDropout, site: DropoutSite, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ from everyrank.layout.options import PipelineOptions
 from everyrank.parallel.batch_norm import has_batch_norm
 from everyrank.parallel.dropout.exact import is_in_checkpoint
 from everyrank.parallel.mesh import Mesh
-from everyrank.parallel.parallelize import find_blocks
+from everyrank.parallel.parallelize import find_called_blocks
 from everyrank.parallel.pipeline.balance import balance, cost, own_cost
 from everyrank.parallel.pipeline.blocks import (
     BlockProxy,
@@ -246,7 +246,7 @@ def apply_pipeline(model: nn.Module, workload: Workload, layout: Layout, mesh: M
             f"workload {workload.name}: the pipeline layout splits the repeated layers of the model, and `blocks` does "
             'not name them. Set it to their path in the model, for example blocks="layers"'
         )
-    blocks = find_blocks(workload, model)
+    blocks = find_called_blocks(workload, layout, model)
     if len(blocks) < ranks * chunks:
         raise UnsupportedLayoutError(
             f"layout {layout}: {ranks * chunks} stages, but there are {len(blocks)} blocks; "
