@@ -23,6 +23,7 @@ UNPICKLES = {
     "launch/processes.py": "what ranks have kept in that folder",
     "launch/reports.py": "what they return",
     "launch/zygote.py": "a request of the process that has started it, through its own pipe",
+    "pytest_plugin.py": "results of a test's function, which its own ranks have returned",
     "script/function.py": "a test's function, which the process that starts the ranks has sent",
     "world/calls.py": "the dump of torch's Flight Recorder, which the same process has just made",
 }

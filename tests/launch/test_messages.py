@@ -112,10 +112,10 @@ def test_verdict_about_a_rank_that_raised(raised: str, text: str) -> None:
 
 def test_peer_of_a_recorded_nccl_operation() -> None:
     """NCCL's recorder puts the peer into the name. An unknown form is not changed."""
-    assert _operation("recv 0<-1", is_message=True) == "recv from 1"
-    assert _operation("send 0->3", is_message=True) == "send to 3"
-    assert _operation("all_reduce", is_message=False) == "all_reduce"
-    assert _operation("recvAnySource", is_message=True) == "recvAnySource"
+    assert _operation("recv 0<-1", True, (0, 1)) == "recv from 1"
+    assert _operation("send 0->3", True, (1, 3, 5, 7)) == "send to 7"
+    assert _operation("all_reduce", False, (0, 1)) == "all_reduce"
+    assert _operation("recvAnySource", True, (0, 1)) == "recvAnySource"
 
 
 def test_error_of_a_missing_result_names_the_rank_and_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
