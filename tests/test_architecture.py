@@ -90,6 +90,12 @@ def modules() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if "recipes" not in path.parts)
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """Return the syntax tree of a file. Several tests read all files."""
+    return ast.parse(path.read_text())
+
+
 def name_of(path: Path) -> tuple[str, ...]:
     """Return the parts of the module's name, without "everyrank"."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -268,7 +274,7 @@ def test_modules_do_not_write_environment_variables() -> None:
     for path in modules():
         if path in (PACKAGE / "measure" / "profiling.py", world / "process_group.py", world / "horovod.py"):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Assign | ast.AugAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 assert not any("os.environ" in ast.unparse(target) for target in targets), path
@@ -305,7 +311,7 @@ def public_names() -> dict[str, list[str]]:
     """Return name -> defining modules, of functions, classes and constants at the top level."""
     modules_by_name: dict[str, list[str]] = {}
     for path in modules():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             names = [target.id for target in targets if isinstance(target, ast.Name)]
             names += [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
@@ -317,10 +323,11 @@ def public_names() -> dict[str, list[str]]:
 
 def test_public_names_are_defined_once() -> None:
     """A public name has the same meaning in every module."""
+    modules_by_name = public_names()
     defined_twice = {
         name: defining_modules
-        for name, defining_modules in public_names().items()
+        for name, defining_modules in modules_by_name.items()
         if len(defining_modules) > 1 and name not in SHARED
     }
     assert not defined_twice
-    assert len(public_names()["prepare"]) > 1, "the search must find names that are defined twice"
+    assert len(modules_by_name["prepare"]) > 1, "the search must find names that are defined twice"

@@ -303,6 +303,7 @@ def test_error_in_the_users_sitecustomize_ends_nothing(tmp_path: Path) -> None:
     run_in_project(tmp_path, textwrap.dedent(FILE_OPERATIONS["write"]), tmp_path)
 
 
+@pytest.mark.integration
 def test_files_of_libraries_are_redirected(tmp_path: Path) -> None:
     """One script for all installed libraries, because it imports torch. The module `lmdb` is a fake."""
     installed = [name for name in LIBRARIES if importlib.util.find_spec(name) is not None]
