@@ -325,7 +325,7 @@ def test_gradients_of_the_step_are_those_before_its_own_clipping(
     arrays = {f"{kind} w": np.ones(2) for kind in ("backward 2", "step", "clip")}
     np.savez(tmp_path / "rank0.update1.npz", **arrays)
     events = [event(Backward, update=1), *(event(Clip, update=1, micro=micro, norm=1.0) for micro in micros)]
-    samples = Evidence(ScriptRun(tmp_path, 1, "finished", (0,), ("",), 1.0), [0], {0: events}).samples(0, 1)
+    samples = Evidence(ScriptRun(tmp_path, 1, "finished", (0,), ("",), 1.0), [0], {0: events}).gradient_samples(0, 1)
     assert (None if samples is None else list(samples.clipped)) == clipped
 
 

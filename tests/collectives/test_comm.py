@@ -29,7 +29,7 @@ from everyrank.collectives.options import (
     size_text,
 )
 from everyrank.collectives.rank import needed_bytes
-from everyrank.collectives.stride_check import MEMORY, check_strides
+from everyrank.collectives.stride_check import MEMORY_LAYOUTS, check_strides
 from everyrank.collectives.sweep import refusal, sweep
 from everyrank.commands.launching import _backend
 from everyrank.errors import UsageError
@@ -45,7 +45,7 @@ def test_command_line_names_equal_the_keys_of_the_tables() -> None:
     assert tuple(ALGORITHMS) == ALGORITHM_NAMES
 
 
-@pytest.mark.parametrize("memory", ["contiguous", *MEMORY])
+@pytest.mark.parametrize("memory", ["contiguous", *MEMORY_LAYOUTS])
 def test_expected_values_of_a_case(memory: str) -> None:
     """Ranks have different patterns (except for product), and neighbouring elements differ."""
     for reduction, combine in (
@@ -308,7 +308,7 @@ def test_backends_are_measured_in_turns(ranks: Any) -> None:
         assert second.p50_speedup == pytest.approx(first.p50_seconds / second.p50_seconds)
     stride_checks = {(row.operation, row.memory): row for row in strides}
     with_tensors = [name for name, operation in OPERATIONS.items() if operation.has_tensors]
-    assert set(stride_checks) == {(name, memory) for name in with_tensors for memory in MEMORY}
+    assert set(stride_checks) == {(name, memory) for name in with_tensors for memory in MEMORY_LAYOUTS}
     assert "contiguous" in stride_checks["send", "strided"].refused
     assert stride_checks["all_reduce", "strided"].num_wrong > 0  # gloo also sums the memory between the elements
     assert stride_checks["all_gather", "strided"].num_wrong == 0
@@ -343,7 +343,7 @@ def test_comm_compares_several_backends(cli: Cli, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [cost["backend"] for cost in report["costs"]] == report["world"]["backends"] == ["gloo", "shm"]
     assert report["machine"]["cores"] >= 1
-    assert {row["memory"] for row in report["strides"]} == set(MEMORY)
+    assert {row["memory"] for row in report["strides"]} == set(MEMORY_LAYOUTS)
     assert "<svg" in (tmp_path / "c.html").read_text()
 
 

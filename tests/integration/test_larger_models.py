@@ -119,7 +119,7 @@ def test_model_larger_than_memory_is_verified_only_if_the_reference_splits_it(ra
     refused, *found = ranks(4, verify, 16, "fsdp:meta=true", ["single", *LAYOUTS[1:]], limit, is_new=True)[0]
     for parity in found:
         assert parity.status == "equal", parity
-        assert parity.scope == "2 updates, beside fsdp:meta=true"
+        assert parity.scope == "2 updates, compared with fsdp:meta=true"
     assert refused.status == "not_verified"
     assert refused.reason.startswith("layout single")
     assert "out of memory" in refused.reason

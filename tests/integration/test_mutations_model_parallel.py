@@ -223,7 +223,7 @@ def positions_in_line() -> Patch:
 
     def take(self: ContextParallel, batch: Any) -> Any:
         local_batch = original(self, batch)
-        positions = batch.input["positions"].chunk(self.ring.count, dim=self.dim)[self.ring.index]
+        positions = batch.input["positions"].chunk(self.group.count, dim=self.dim)[self.group.index]
         return dataclasses.replace(local_batch, input={**local_batch.input, "positions": positions})
 
     return mock.patch.object(ContextParallel, "take", take)

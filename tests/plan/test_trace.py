@@ -208,7 +208,7 @@ def test_recurrent_layer_has_flops_on_a_cpu_and_no_time_on_a_gpu() -> None:
     assert [operator.flops for operator in step.operators if operator.flops] == [forward_flops, 2 * forward_flops]
     row = answer_workload(workload, "lstm", "lstm.py", parse_cluster("1xh100"), ["single"])["layouts"][0]
     assert "step_seconds" not in row
-    assert row["note"].endswith("no time, because a GPU has one kernel for RNNs")
+    assert row["note"].endswith("a GPU runs an RNN as one fused kernel, which the trace does not show")
 
 
 def test_lookup_reads_a_few_rows() -> None:
@@ -285,7 +285,7 @@ def test_model_whose_forward_needs_all_blocks_is_traced_whole() -> None:
     workload = dataclasses.replace(workload_with(lambda: Indexed(16)), blocks="blocks")
     assert traced._depths(workload, parse_layout("single"), 1) is not None
     memory = trace_layout(workload, parse_layout("single"), 1, first_sample(workload))
-    assert (memory.is_whole, memory.note) == (True, "traced whole")
+    assert (memory.has_activations, memory.note) == (True, "traced whole")
 
 
 class Stacked(nn.Module):
@@ -311,7 +311,7 @@ def test_time_is_extrapolated_before_parts_overlap() -> None:
     )
     memory = trace_layout(workload, layout, 2, first_sample(workload), timing=timing)
     assert "4 and 6 of 16" in memory.note
-    assert dict(memory.parts) == {"exposed": 6.0}
+    assert dict(memory.seconds_by_part) == {"exposed": 6.0}
 
 
 def test_another_moment_may_be_the_peak_of_a_deeper_model() -> None:
@@ -398,7 +398,7 @@ def test_model_that_cannot_be_traced_has_at_least_the_memory_of_its_state() -> N
             "gradients": trained_bytes,
             "optimizer": state * trained_bytes,
         }
-        assert not memory.is_whole
+        assert not memory.has_activations
 
 
 class Growing(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -476,7 +476,7 @@ def test_model_that_reads_weights_from_files_is_traced(tmp_path: Path) -> None:
         layout_memory = trace_layout(
             workload_with(model_reading(read_weight)), parse_layout("ddp"), 2, (torch.ones(1, 8), torch.ones(1, 8))
         )
-        assert layout_memory.is_whole
+        assert layout_memory.has_activations
         assert layout_memory.categories["parameters"] >= (8 * 8 + 8) * 4
     workload_without_file = workload_with(model_reading(lambda: torch.load(tmp_path / "none.pt", weights_only=True)))
     with pytest.raises(UsageError, match=r"none\.pt"):

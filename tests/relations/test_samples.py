@@ -1,4 +1,4 @@
-"""Comparison of batches between ranks: equal random columns, and batches that are skipped."""
+"""Comparison of batches between ranks: equal random tensors, and batches that are skipped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from everyrank.audit.finding import Findings
-from everyrank.relations.samples import judge_equal_columns, judge_skipped_batches, samples_of_batch
+from everyrank.relations.samples import judge_equal_tensors, judge_skipped_batches, samples_of_batch
 
 
 def recording(*ranks: list[list[torch.Tensor]]) -> Any:
@@ -37,7 +37,7 @@ def batches(seed: int, mask_seed: int | None, rows: int = 4) -> list[list[torch.
     ]
 
 
-EQUAL_COLUMNS_CASES = {
+EQUAL_TENSORS_CASES = {
     "drawn alike": (batches(1, 7), batches(2, 7), ["random.equal-draws"]),
     "drawn by rank": (batches(1, 7), batches(2, 8), []),
     "the same samples": (batches(1, 7), batches(1, 7), []),
@@ -52,14 +52,14 @@ EQUAL_COLUMNS_CASES = {
 
 
 @pytest.mark.parametrize(
-    ("first_rank", "second_rank", "rules"), EQUAL_COLUMNS_CASES.values(), ids=list(EQUAL_COLUMNS_CASES)
+    ("first_rank", "second_rank", "rules"), EQUAL_TENSORS_CASES.values(), ids=list(EQUAL_TENSORS_CASES)
 )
-def test_random_column_that_is_equal_on_all_ranks_is_reported(
+def test_random_tensor_that_is_equal_on_all_ranks_is_reported(
     first_rank: Any, second_rank: Any, rules: list[str]
 ) -> None:
     """Different samples with equal random masks mean that all ranks have the same seed."""
     findings = Findings()
-    judge_equal_columns(recording(first_rank, second_rank), findings)
+    judge_equal_tensors(recording(first_rank, second_rank), findings)
     assert [finding.rule for finding in findings] == rules
 
 
@@ -67,7 +67,7 @@ def test_images_without_objects_have_no_rows_to_compare() -> None:
     """The boxes of an image without objects are a tensor without rows."""
     findings = Findings()
     ranks = [[[torch.zeros(0, 4), *tensors] for tensors in batches(seed, 7)] for seed in (1, 2)]
-    judge_equal_columns(recording(*ranks), findings)
+    judge_equal_tensors(recording(*ranks), findings)
     assert [finding.rule for finding in findings] == ["random.equal-draws"]
 
 

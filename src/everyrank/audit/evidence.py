@@ -167,11 +167,11 @@ class Evidence:
                     forwards.setdefault((event.update, event.micro), event)
         return by_rank
 
-    def samples(self, rank: int, update: int) -> GradientSamples | None:
+    def gradient_samples(self, rank: int, update: int) -> GradientSamples | None:
         """The gradients of an update on a rank; None if the rank has not written them.
 
-        Also None if gradients were clipped before the backward, for example after the step before or in an earlier call
-        of a closure, and again after it: the hooks keep only the gradients before the first clipping.
+        Also None if gradients were clipped both before the first backward of the update and after it, because the hooks
+        keep only the gradients before the first clipping. For example, a closure may clip in each of its calls.
         """
         path = self.run.folder / f"rank{rank}.update{update}.npz"
         if not path.exists():
@@ -186,7 +186,7 @@ class Evidence:
                     samples.backwards.setdefault(int(micro), {})[name] = arrays[key]
                 else:
                     by_kind[kind][name] = arrays[key]
-        # an optimizer without a backward of its own steps with the gradients of an earlier one
+        # Without a backward, the step uses gradients of an earlier update, and a clipping before the step counts.
         has_backward = any(backward.update == update for backward in self.of(rank, Backward))
         clips = [clip.micro for clip in self.of(rank, Clip) if clip.update == update]
         first_backward = min(samples.backwards, default=-1)
@@ -249,12 +249,15 @@ class Evidence:
 
     @functools.cached_property
     def updates_after_skip(self) -> set[int]:
-        """Updates with the last batch of a shortened epoch. The script may depend on its position in the epoch."""
+        """Updates on the last batch of an epoch that the audit shortened.
+
+        Their results depend on the audit if the script reads its position in the epoch, as in `i + 1 == len(loader)`.
+        """
         return {event.update for event in self.all_of(LoaderBatch) if event.is_after_skip}
 
     @functools.cached_property
     def incomplete_updates(self) -> set[int]:
-        """Updates in which a hook has raised an exception, so that their gradients are not judged."""
+        """Updates in which a hook raised an exception, and the update after each. Their gradients are not judged."""
         return {event.update + offset for event in self.all_of(HookFailed) for offset in (0, 1)}
 
     @functools.cached_property
@@ -326,7 +329,8 @@ class Evidence:
     @functools.cached_property
     def averages_parameters(self) -> bool:
         """Whether parameters differ between ranks in some update and are equal again later, as in local SGD."""
-        return False in self._are_equal and any(self._are_equal[self._are_equal.index(False) :])
+        starts_equal = self._starts_equal_by_update
+        return False in starts_equal and any(starts_equal[starts_equal.index(False) :])
 
     @functools.cached_property
     def has_separate_models(self) -> bool:
@@ -340,11 +344,11 @@ class Evidence:
         seeds_by_rank = [
             [event.seed for event in self.of(rank, SeedSet) if event.library == "torch"] for rank in self.ranks
         ]
-        is_seeded = any(len(set(seeds)) > 1 for seeds in zip(*seeds_by_rank, strict=False))
+        has_different_seeds = any(len(set(seeds)) > 1 for seeds in zip(*seeds_by_rank, strict=False))
         return (
             min(sent_in, default=last_update) >= last_update
-            and (is_seeded or bool(sent_in))
-            and not any(self._are_equal[1:])
+            and (has_different_seeds or bool(sent_in))
+            and not any(self._starts_equal_by_update[1:])
         )
 
     @functools.cached_property
@@ -359,10 +363,10 @@ class Evidence:
         is_in_each_update = any(
             sizes.count(size) >= len(self.steps) - 1 for size in set(sizes) if size > _MIN_PARAMETER_BYTES
         )
-        return len(self.steps) > 1 and all(self._are_equal) and is_in_each_update
+        return len(self.steps) > 1 and all(self._starts_equal_by_update) and is_in_each_update
 
     @functools.cached_property
-    def _are_equal(self) -> list[bool]:
+    def _starts_equal_by_update(self) -> list[bool]:
         """For each update, whether all ranks begin it with equal parameters."""
         return [
             all(_checksums(step) == _checksums(steps[self.ranks[0]]) for step in steps.values())

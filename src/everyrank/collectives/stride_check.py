@@ -14,12 +14,12 @@ from everyrank.collectives.sweep import TORCH_DTYPES, refusal
 from everyrank.world import World
 from everyrank.world.collectives import all_gather
 
-__all__ = ["MEMORY", "StridesRow", "check_strides"]
+__all__ = ["MEMORY_LAYOUTS", "StridesRow", "check_strides"]
 
-MEMORY = ("strided", "transposed")
+MEMORY_LAYOUTS = ("strided", "transposed")
 """strided: every second element in memory. transposed: all elements, in column order."""
 _SUPPORT_STRIDES = ("shm", "mpi")
-_LENGTH = 6  # elements per part of a rank
+_LENGTH = 6  # elements of each tensor, times the number of parts that the operation divides it into
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class StridesRow:
     """The result of one call of an operation with non-contiguous input and output.
 
     backend, operation
-    memory       a name in `MEMORY`; the same on all ranks
+    memory       a name in `MEMORY_LAYOUTS`; the same on all ranks
     refused      the error message of the backend or torch; None if it accepted the tensors
     num_wrong    number of wrong elements over all ranks
     is_failure   whether the result is a failure of the backend
@@ -46,10 +46,13 @@ class StridesRow:
 
 
 def check_strides(world: World, groups: Mapping[str, dist.ProcessGroup], options: CommOptions) -> list[StridesRow]:
-    """Test each operation with tensors, on each backend and with each `MEMORY`; equal on all ranks. A collective."""
+    """Test each operation that has tensors, on each backend and with each memory layout.
+
+    Returns the same rows on all ranks. A collective.
+    """
     rows: list[StridesRow] = []
     for backend, group in groups.items():
-        for memory in MEMORY:
+        for memory in MEMORY_LAYOUTS:
             for name in options.tested_operations:
                 operation, size = OPERATIONS[name], dist.get_world_size(group)
                 if not operation.has_tensors or size < operation.least_ranks:

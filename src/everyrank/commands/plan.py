@@ -235,7 +235,7 @@ def _plan(args: argparse.Namespace, calibration: Calibration) -> dict[str, Any]:
 
 
 def _plan_workload(
-    args: argparse.Namespace, cluster: Cluster, timed: tuple[Machine, str] | None = None
+    args: argparse.Namespace, cluster: Cluster, measured: tuple[Machine, str] | None = None
 ) -> dict[str, Any]:
     """Return the plan of a workload, from a trace of its step."""
     for flag, value in (("--tokens", args.tokens), ("--seq", args.seq), ("--price", args.price), ("--mtbf", args.mtbf)):
@@ -250,7 +250,7 @@ def _plan_workload(
     from everyrank.workload.find import load
 
     workload = load(Source(args.model, settings, args.batch))
-    return answer_workload(workload, args.model, repeated_arguments(args), cluster, args.layout or (), timed)
+    return answer_workload(workload, args.model, repeated_arguments(args), cluster, args.layout or (), measured)
 
 
 def _plan_on_machine(args: argparse.Namespace, machine: Machine) -> dict[str, Any]:

@@ -86,7 +86,8 @@ class ParallelModel:
         """Enter the contexts of a micro-batch for its forward and backward. Yields this rank's part of the batch."""
         local_batch = self.context_parallel.take(batch) if self.context_parallel is not None else batch
         if self.dropout is not None:
-            self.dropout.begin(local_batch, self.context_parallel.pieces if self.context_parallel is not None else ())
+            positions = self.context_parallel.local_positions if self.context_parallel is not None else ()
+            self.dropout.begin(local_batch, positions)
         self.micro_batch_state.is_padding = not batch.size
         with contextlib.ExitStack() as stack:
             for context in self.micro_batch_state.contexts:

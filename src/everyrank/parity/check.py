@@ -42,10 +42,10 @@ def check_layout(
     with _without_tf32(), full_precision() as casts, nan_until_wait():
         parity, losses = _check_layout(case, layout, world, key, explicit)
     if casts and not case.compares_gradients:
-        text = f"left out: the mixed precision of fully_shard ({'; '.join(sorted(casts))})"
+        text = f"mixed precision of fully_shard was disabled for the comparison ({'; '.join(sorted(casts))})"
         parity = dataclasses.replace(parity, checks=[text, *parity.checks])
     if case.reference is not None and parity.reference is None and parity.scope is not None:
-        scope = f"{parity.scope}, beside {case.reference}"
+        scope = f"{parity.scope}, compared with {case.reference}"
         parity = dataclasses.replace(parity, scope=scope, reference=str(case.reference))
     return parity, losses
 
@@ -72,7 +72,7 @@ def _check_layout(
     try:
         ensure_references(case, layout, world, key)
     except (CannotRunError, UnsupportedLayoutError, LayoutError) as error:
-        # `single` with the same micro-batches does not support this workload either
+        # The reference cannot run this workload, so there is nothing to compare the layout with.
         return _parity_not_checked(error, explicit), []
     checks = [*case.notes, *([f"compared as {layout.repeatable()}"] if layout.repeatable() != layout else [])]
     checks += [f"gradients, {text}" for text in gradient_parity.checks] if gradient_parity is not None else []
@@ -81,11 +81,11 @@ def _check_layout(
     not_compared: list[str] = []
     for precision in case.precisions(layout):
         variant = dataclasses.replace(layout.repeatable(), precision=precision)
-        single = str(single_like(case, layout, precision, world.size))
+        reference_key = str(single_like(case, layout, precision, world.size))
         run_key = f"{key}/{precision}"
         try:
             run = trace_on_its_ranks(
-                case, variant, world, run_key, case.segments[single], evaluates=precision == "float64"
+                case, variant, world, run_key, case.segments[reference_key], evaluates=precision == "float64"
             )
         except (CannotRunError, UnsupportedLayoutError, LayoutError) as error:
             user_error = type(error)(str(error).replace(str(variant), str(layout)))
@@ -93,12 +93,11 @@ def _check_layout(
         except NotFiniteError as error:
             return _not_a_number(error, case, variant, world, checks), []
         losses = run.losses if run is not None else []
-        compare_run = functools.partial(_compare, case, single, precision, run)
+        compare_run = functools.partial(_compare, case, reference_key, precision, run)
         comparison = Comparison(**from_rank_0(world, f"{run_key}/compare", compare_run))
         not_compared = list(run.not_compared) if run is not None else []
-        if not comparison.is_equal and case.forget_cached(
-            single
-        ):  # repeat `single` before reporting a difference from a cached run
+        # repeat the reference before reporting a difference from a cached run
+        if not comparison.is_equal and case.forget_cached(reference_key):
             return check_layout(case, layout, world, f"{key}/rerun", explicit)
         if not comparison.is_equal:
             return _parity_with_cause(comparison, case, variant, world, run_key, gradient_parity, checks), losses
@@ -106,11 +105,12 @@ def _check_layout(
         decisive = decisive or comparison  # float64 is reported; the layout's own precision only adds a check
     assert decisive is not None
     if not layout.is_exact:
-        decisive = dataclasses.replace(decisive, scope=f"{decisive.scope}, beside its simulation in one process")
-    return dataclasses.replace(_equal(decisive, case, checks), not_compared=not_compared), losses
+        scope = f"{decisive.scope}, compared with its simulation in one process"
+        decisive = dataclasses.replace(decisive, scope=scope)
+    return dataclasses.replace(_parity_equal(decisive, case, checks), not_compared=not_compared), losses
 
 
-def _equal(comparison: Comparison, case: ParityCase, checks: list[str]) -> Parity:
+def _parity_equal(comparison: Comparison, case: ParityCase, checks: list[str]) -> Parity:
     return Parity(
         "equal",
         bitwise=comparison.loss_difference == 0.0,
@@ -128,15 +128,15 @@ def _parity_not_checked(error: CannotRunError | UnsupportedLayoutError | LayoutE
     return Parity("refused" if is_refused else "not_verified", reason=str(error))
 
 
-def _compare(case: ParityCase, single: str, precision: str, run: Trace | None) -> dict[str, Any]:
+def _compare(case: ParityCase, reference_key: str, precision: str, run: Trace | None) -> dict[str, Any]:
     assert run is not None, "rank 0 takes part in every run"
-    return dataclasses.asdict(compare(case.references[single], run, precision))
+    return dataclasses.asdict(compare(case.references[reference_key], run, precision))
 
 
 def _not_a_number(error: NotFiniteError, case: ParityCase, layout: Layout, world: World, checks: list[str]) -> Parity:
-    """Return the parity of a layout whose loss is NaN or infinite, which that of one device is not. A collective."""
-    single = str(single_like(case, layout, layout.precision, world.size))
-    cause, location = read_before_wait(case, layout, world, case.segments[single][0][0]), "update 0, loss (NaN)"
+    """Return the parity of a layout whose loss is NaN or infinite while the reference's is finite. A collective."""
+    reference_key = str(single_like(case, layout, layout.precision, world.size))
+    cause, location = read_before_wait(case, layout, world, case.segments[reference_key][0][0]), "update 0, loss (NaN)"
     if not cause:
         where = "in one process" if case.reference is None else f"under {case.reference}"
         update, _, reason = str(error).partition(": ")
@@ -145,7 +145,7 @@ def _not_a_number(error: NotFiniteError, case: ParityCase, layout: Layout, world
 
 
 def _parity_with_cause(
-    finding: Comparison,
+    comparison: Comparison,
     case: ParityCase,
     layout: Layout,
     world: World,
@@ -154,22 +154,22 @@ def _parity_with_cause(
     checks: list[str],
 ) -> Parity:
     """Return the parity of a layout that differs, with the location and the likely cause. A collective."""
-    location, cause = locate(case, layout, world, key, finding)
+    location, cause = locate(case, layout, world, key, comparison)
     if gradient_parity is not None and layout.precision == "float64" and ", tensor " in location:
         cause = cause_after_gradients(case, layout, world, gradient_parity.not_compared)
     if cause == GRADIENTS_DIFFER and not case.compares_gradients:
         gradient_result, _ = check_layout(gradient_case(case), layout, world, f"{key}/gradients")
         cause = OPTIMIZER_DIFFERS if gradient_result.status == "equal" else cause
-    return _different(finding, f"{location} ({layout.precision})", cause, checks)
+    return _parity_different(comparison, f"{location} ({layout.precision})", cause, checks)
 
 
-def _different(finding: Comparison, location: str, cause: str | None, checks: list[str]) -> Parity:
+def _parity_different(comparison: Comparison, location: str, cause: str | None, checks: list[str]) -> Parity:
     return Parity(
         "different",
         bitwise=False,
-        max_relative_difference=finding.difference,
-        tolerance=finding.tolerance,
-        scope=finding.scope,
+        max_relative_difference=comparison.difference,
+        tolerance=comparison.tolerance,
+        scope=comparison.scope,
         first_divergence=location,
         cause=cause,
         checks=checks,

@@ -40,7 +40,7 @@ CATEGORIES = (
 )
 """The categories of allocated memory. Reserved and device totals add the allocator's and CUDA's memory."""
 
-_EXPECTED_FRAGMENTS, _MAX_FRAGMENTS = 1.10, 1.15
+_EXPECTED_FRAGMENTATION, _MAX_FRAGMENTATION = 1.10, 1.15
 """Reserved over allocated. torchtitan's Llama 3 8B reserves 1.08 to 1.14 times what our trace
 allocates (82.4 and 67.0 GiB over 72.3 and 61.8)."""
 _KEPT_LOGITS = 8
@@ -116,7 +116,7 @@ def predict_memory(c: Configurations) -> Memory:
         allocated,
         reserved,
         device_bytes(c, reserved),
-        device_bytes(c, (1 + c.uncertainty) * allocated * _MAX_FRAGMENTS, _COMMUNICATION_HIGH),
+        device_bytes(c, (1 + c.uncertainty) * allocated * _MAX_FRAGMENTATION, _COMMUNICATION_HIGH),
         (1 - c.uncertainty) * allocated,
         np.where(is_last, c.pipeline - 1, 0),
     )
@@ -124,7 +124,7 @@ def predict_memory(c: Configurations) -> Memory:
 
 def reserved_bytes(allocated: Any) -> Any:
     """Return the expected reserved bytes of torch's caching allocator for these allocated bytes."""
-    return allocated * _EXPECTED_FRAGMENTS
+    return allocated * _EXPECTED_FRAGMENTATION
 
 
 def device_bytes(c: Configurations, reserved: Any, communication: float = _COMMUNICATION) -> Any:

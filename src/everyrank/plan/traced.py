@@ -43,10 +43,11 @@ __all__ = ["LayoutMemory", "Timing", "answer_workload", "time_layout", "trace_la
 
 _SAMPLES = 3  # to see whether they differ in size
 _TRACED_BLOCKS = 12  # with more equal blocks, two depths are traced and extrapolated
-_FRAGMENTS = 1.10  # reserved over allocated, if it is not replayed
+_FRAGMENTATION = 1.10  # reserved / allocated bytes where the caching allocator is not replayed (CPU, or no trace)
 _BUILDING = 3  # sections of a trace before the second update
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-# temporary memory of kernels, and a different order of frees: at most 1.03 times on an H100 (docs/plan.md)
+# upper bound of reserved / replayed bytes; the largest measured on an H100 is 1.03 (docs/plan.md). Kernels need
+# temporary memory, and tensors are freed in a different order.
 _MAX_RESERVED = 1.15
 _CONTEXT, _MAX_CONTEXT = 1.0 * GIB, 2.5 * GIB  # memory of CUDA and NCCL
 
@@ -55,16 +56,16 @@ _CONTEXT, _MAX_CONTEXT = 1.0 * GIB, 2.5 * GIB  # memory of CUDA and NCCL
 class LayoutMemory:
     """Bytes of the fullest rank of a layout.
 
-    categories   allocated bytes by category at the peak of an update; allocated: the overall peak
-    building     allocated bytes while the model is built and in the first update
-    reserved     bytes that torch's caching allocator reserves on a GPU, by a replay; expandable: the same with
-                 expandable_segments:True, which leaves fewer gaps
-    flops        operations of products of an update on that rank; moved: bytes of all operators; sent: bytes of
-                 collectives
-    is_whole     False if activations are unknown
-    note         how the layout was traced, or why it could not be
-    parts        seconds of an update by part, if requested
-    peaks        allocated peaks by section of the trace (see `TracedStep.ends`)
+    categories       allocated bytes by category at the peak of an update; allocated: the overall peak
+    building         allocated bytes while the model is built and in the first update
+    reserved         bytes that torch's caching allocator reserves on a GPU, by a replay; expandable: the same with
+                     expandable_segments:True, which leaves fewer gaps
+    flops            FLOPs of matrix products and attention in an update on that rank
+    moved, sent      bytes that operators except collectives read or write; bytes of collectives
+    has_activations  False if activations are unknown
+    note             how the layout was traced, or why it could not be
+    seconds_by_part  seconds of an update by part, if requested
+    peaks            allocated peaks by section of the trace (see `TracedStep.ends`)
     """
 
     rank: int
@@ -77,24 +78,24 @@ class LayoutMemory:
     moved: float
     sent: float
     collectives: Mapping[str, int]
-    is_whole: bool
+    has_activations: bool
     note: str
-    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    seconds_by_part: Mapping[str, float] = field(default_factory=dict[str, float])
     peaks: tuple[float, ...] = ()
 
     def verdict(self, memory: float) -> str:
         """Return fits, may not fit or does not fit."""
         if self.allocated > memory:
             return "does not fit"
-        return "fits" if self.is_whole and self.most <= memory else "may not fit"
+        return "fits" if self.has_activations and self.max_device_bytes <= memory else "may not fit"
 
     @property
-    def device(self) -> float:
+    def device_bytes(self) -> float:
         """The device total: reserved bytes with CUDA's context and NCCL."""
         return self.reserved + _CONTEXT
 
     @property
-    def most(self) -> float:
+    def max_device_bytes(self) -> float:
         """The upper estimate of the device total."""
         return self.reserved * _MAX_RESERVED + _MAX_CONTEXT
 
@@ -107,8 +108,8 @@ class LayoutMemory:
 class Timing:
     """How long a traced step takes.
 
-    sums    seconds of a step that grow in proportion to the blocks
-    parts   seconds of an update by part, from these sums
+    sums    returns seconds by kind that are linear in the number of blocks, so that they can be extrapolated
+    parts   returns the seconds of an update by part, from these sums
     """
 
     sums: Callable[[TracedStep], Mapping[str, float]]
@@ -116,11 +117,11 @@ class Timing:
 
 
 def trace_layout(
-    workload: Workload, layout: Layout, size: int, samples: Any, on_gpu: bool = False, timing: Timing | None = None
+    workload: Workload, layout: Layout, size: int, sample: Any, on_gpu: bool = False, timing: Timing | None = None
 ) -> LayoutMemory:
     """Return the memory of the fullest rank. Raises `UsageError` for layouts that do not support the workload.
 
-    `samples` is (input, target) of one collated sample; `on_gpu` as for `trace_step`; `timing` gives the seconds
+    `sample` is (input, target) of one collated sample; `on_gpu` as for `trace_step`; `timing` gives the seconds
     of a traced step by part, and those of the slowest rank are kept.
     """
     if layout.strategy == "dataparallel" and size > 1:
@@ -131,27 +132,28 @@ def trace_layout(
     is_pipeline = layout.strategy == "pipeline"
     ranks = sorted({0, size - 1}) if is_pipeline else [0]
     try:
-        memory_by_rank = [_trace_rank(workload, layout, size, rank, samples, on_gpu, timing) for rank in ranks]
+        memory_by_rank = [_trace_rank(workload, layout, size, rank, sample, on_gpu, timing) for rank in ranks]
     except EveryrankError:
         raise
     except (FileNotFoundError, PermissionError) as error:  # raised by the workload, which also fails on real tensors
         raise WorkloadError(describe(error)) from error
     except Exception as error:  # fake tensors may raise any exception
         return _memory_of_parameters(workload, layout, size, error)
-    slowest = max(memory_by_rank, key=lambda memory: sum(memory.parts.values()))
-    return dataclasses.replace(max(memory_by_rank, key=lambda memory: memory.allocated), parts=slowest.parts)
+    slowest = max(memory_by_rank, key=lambda memory: sum(memory.seconds_by_part.values()))
+    fullest = max(memory_by_rank, key=lambda memory: memory.allocated)
+    return dataclasses.replace(fullest, seconds_by_part=slowest.seconds_by_part)
 
 
 def time_layout(
-    workload: Workload, layout: Layout, size: int, samples: Any, machine: Machine, backend: str
+    workload: Workload, layout: Layout, size: int, sample: Any, machine: Machine, backend: str
 ) -> dict[str, float]:
     """Return the seconds of an update by part on a measured machine, of the rank that takes longest.
 
-    Without the data loader. Raises `UsageError` for a strategy that the machine was not measured for.
+    The data loader is not included. Raises `UsageError` for a strategy that the machine was not measured for.
     """
     on_gpu = machine.device != "cpu"
     size = 1 if layout.axis is None else size
-    traced = [trace_step(workload, layout, size, rank, samples, on_gpu) for rank in range(size)]
+    traced = [trace_step(workload, layout, size, rank, sample, on_gpu) for rank in range(size)]
     footprint = max(step.peak_bytes for step in traced)
     return traced_seconds([step.operators for step in traced], layout.strategy, machine, backend, footprint)
 
@@ -161,22 +163,26 @@ def _idle_share(layout: Layout, size: int) -> float:
     if layout.strategy != "pipeline":
         return 0.0
     stages, options = layout.mesh(size).get("pipeline", 1), layout.read(PipelineOptions)
-    share = {"interleaved": 1 / options.chunks, "zero-bubble": 1 / 3}.get(options.schedule, 1.0)
-    return pipeline_bubble(stages, options.microbatches or 2 * stages, share)
+    relative_to_1f1b = {"interleaved": 1 / options.chunks, "zero-bubble": 1 / 3}.get(options.schedule, 1.0)
+    return pipeline_bubble(stages, options.microbatches or 2 * stages, relative_to_1f1b)
 
 
 def _trace_rank(
-    workload: Workload, layout: Layout, size: int, rank: int, samples: Any, on_gpu: bool, timing: Timing | None
+    workload: Workload, layout: Layout, size: int, rank: int, sample: Any, on_gpu: bool, timing: Timing | None
 ) -> LayoutMemory:
-    def traced(stage: Workload, note: str) -> LayoutMemory:
-        step = trace_step(stage, layout, size, rank, samples, on_gpu)
+    def traced(traced_workload: Workload, note: str) -> LayoutMemory:
+        step = trace_step(traced_workload, layout, size, rank, sample, on_gpu)
         memory = _memory_of(step, on_gpu, note + _not_traced(layout))
         if on_gpu and step.is_recurrent:
-            return dataclasses.replace(memory, note=f"{memory.note}; no time, because a GPU has one kernel for RNNs")
-        return dataclasses.replace(memory, parts=timing.sums(step)) if timing is not None else memory
+            reason = "no time estimate, because a GPU runs an RNN as one fused kernel, which the trace does not show"
+            return dataclasses.replace(memory, note=f"{memory.note}; {reason}")
+        # sums for now, which are extrapolated; `with_time` computes the parts from them
+        return dataclasses.replace(memory, seconds_by_part=timing.sums(step)) if timing is not None else memory
 
     def with_time(memory: LayoutMemory) -> LayoutMemory:
-        return dataclasses.replace(memory, parts=timing.parts(memory.parts)) if timing and memory.parts else memory
+        if timing is None or not memory.seconds_by_part:
+            return memory
+        return dataclasses.replace(memory, seconds_by_part=timing.parts(memory.seconds_by_part))
 
     depths = _depths(workload, layout, size)
     if depths is not None:
@@ -197,16 +203,16 @@ def _not_traced(layout: Layout) -> str:
     return "; without torch.compile" if layout.compile else ""
 
 
-def _extrapolated(shallow: LayoutMemory, deep: LayoutMemory, share: float) -> LayoutMemory:
-    """Return the memory of a deeper model: `share` times the difference of two depths above the first.
+def _extrapolated(shallow: LayoutMemory, deep: LayoutMemory, factor: float) -> LayoutMemory:
+    """Return the memory of a deeper model, extrapolated linearly: shallow + factor * (deep - shallow).
 
     A peak is the largest of several moments, and a different one may be the largest in a deeper model. For example, the
-    loss of a few blocks and a large vocabulary, but the optimizer's step of many blocks. So sections are extrapolated
-    one by one.
+    peak is in the loss with few blocks and a large vocabulary, and in the optimizer step with many blocks. So sections
+    are extrapolated one by one.
     """
 
     def extrapolate(a: float, b: float) -> float:
-        return a + (b - a) * share
+        return a + (b - a) * factor
 
     names = [*shallow.categories, *(name for name in deep.categories if name not in shallow.categories)]
     categories = {
@@ -220,22 +226,22 @@ def _extrapolated(shallow: LayoutMemory, deep: LayoutMemory, share: float) -> La
     update_peak = max(peaks[_BUILDING:])
     temporary = categories.get("temporary", 0.0) + update_peak - sum(categories.values())
     allocated = max(peaks)
-    # gaps between blocks grow by steps, which a line through two depths may miss
-    gaps = deep.reserved / deep.allocated, deep.expandable / deep.allocated
+    # Fragmentation of the allocator grows in steps, so a line through two depths may underestimate it.
+    fragmentation = deep.reserved / deep.allocated, deep.expandable / deep.allocated
     return LayoutMemory(
         deep.rank,
         categories | {"temporary": temporary},
         allocated,
         max(peaks[:_BUILDING]),
-        max(extrapolate(shallow.reserved, deep.reserved), allocated * gaps[0]),
-        max(extrapolate(shallow.expandable, deep.expandable), allocated * gaps[1]),
+        max(extrapolate(shallow.reserved, deep.reserved), allocated * fragmentation[0]),
+        max(extrapolate(shallow.expandable, deep.expandable), allocated * fragmentation[1]),
         extrapolate(shallow.flops, deep.flops),
         extrapolate(shallow.moved, deep.moved),
         extrapolate(shallow.sent, deep.sent),
         calls,
         True,
         deep.note,
-        {name: extrapolate(shallow.parts[name], seconds) for name, seconds in deep.parts.items()},
+        {name: extrapolate(shallow.seconds_by_part[name], seconds) for name, seconds in deep.seconds_by_part.items()},
         peaks,
     )
 
@@ -251,7 +257,7 @@ def _memory_of(step: TracedStep, on_gpu: bool, note: str) -> LayoutMemory:
         expandable = float(replay(step.events, step.ends, expandable_segments=True).reserved)
     else:
         peaks = _live_peaks(step)
-        reserved = expandable = _FRAGMENTS * max(peaks)
+        reserved = expandable = _FRAGMENTATION * max(peaks)
     return LayoutMemory(
         step.rank,
         categories,
@@ -319,30 +325,37 @@ def _with_first_blocks(workload: Workload, count: int) -> Workload:
 
 
 def _memory_of_parameters(workload: Workload, layout: Layout, size: int, error: Exception) -> LayoutMemory:
-    """Return the memory of a model that cannot be traced: parameters, gradients and optimizer state, or fewer."""
+    """Return a lower bound of the memory of a model that cannot be traced: parameters, gradients, optimizer state.
+
+    All are 0 if the model or its optimizer cannot be built.
+    """
     first_line = (str(error).splitlines() or [""])[0][:200]
     reason = f"not traced: {type(error).__name__}: {first_line}"
     try:
         with FakeTensorMode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = workload.model()
-            count, trained = (
+            parameter_bytes, gradient_bytes = (
                 float(sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad or not only))
                 for only in (False, True)
             )
-            state = float(_optimizer_bytes(workload, model))
+            optimizer_bytes = float(_optimizer_bytes(workload, model))
     except Exception:
         return LayoutMemory(
             0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, False, f"{reason}; its parameters are also unknown"
         )
     degrees = layout.mesh(size) if layout.axis else {}
-    replicas = ("replicate",) if layout.strategy == "fsdp" else ("replicate", "context")
-    parts = math.prod(degree for axis, degree in degrees.items() if axis not in replicas)
-    states = parts * (size if layout.strategy == "zero1" else 1)
-    categories = {"parameters": count / parts, "gradients": trained / parts, "optimizer": state / states}
+    replicated_axes = ("replicate",) if layout.strategy == "fsdp" else ("replicate", "context")
+    num_shards = math.prod(degree for axis, degree in degrees.items() if axis not in replicated_axes)
+    num_state_shards = num_shards * (size if layout.strategy == "zero1" else 1)
+    categories = {
+        "parameters": parameter_bytes / num_shards,
+        "gradients": gradient_bytes / num_shards,
+        "optimizer": optimizer_bytes / num_state_shards,
+    }
     note = f"{reason}; only parameters, gradients and the state of torch's optimizers are counted, activations are not"
     allocated = sum(categories.values())
-    reserved = allocated * _FRAGMENTS
+    reserved = allocated * _FRAGMENTATION
     return LayoutMemory(0, categories, allocated, 0.0, reserved, reserved, 0.0, 0.0, 0.0, {}, False, note)
 
 
@@ -373,23 +386,23 @@ def usual_workload_layouts(workload: Workload, size: int, per_node: int) -> list
 def answer_workload(
     workload: Workload,
     name: str,
-    command: str,
+    workload_args: str,
     cluster: Cluster,
     layouts: Sequence[str] = (),
-    timed: tuple[Machine, str] | None = None,
+    measured: tuple[Machine, str] | None = None,
 ) -> dict[str, Any]:
-    """Return the answer for a workload; `command` is the workload as typed for a shell.
+    """Return the result of `everyrank plan` for a workload; `workload_args` is the workload as typed in a shell.
 
-    `timed` is a measured machine and a backend: rows have the seconds of an update on it. Without it they have those of
-    a roofline if the kind of GPU is known.
+    With `measured` (machine, backend), each row has the seconds of an update on that machine. Without it, rows have an
+    estimate by a roofline, if the kind of GPU is known.
     """
     with contextlib.redirect_stdout(io.StringIO()):  # a dataset may print
         candidates = read_samples(workload, _SAMPLES)
-    samples = max(candidates, key=lambda sample: sum(map(math.prod, shapes_of(sample))))
-    differ = any(shapes_of(sample) != shapes_of(samples) for sample in candidates)
+    sample = max(candidates, key=lambda candidate: sum(map(math.prod, shapes_of(candidate))))
+    differ = any(shapes_of(candidate) != shapes_of(sample) for candidate in candidates)
     note = f"; samples differ in size, and the largest of {len(candidates)} was traced" if differ else ""
     cache: dict[str, LayoutMemory] = {}
-    calibration = shipped_calibration() if timed is None and cluster.gpu.name in GPUS else None
+    calibration = shipped_calibration() if measured is None and cluster.gpu.name in GPUS else None
 
     def memory_of(text: str) -> LayoutMemory:
         if text not in cache:
@@ -397,11 +410,11 @@ def answer_workload(
             layout, on_gpu = parse_layout(text), cluster.gpu.name != "cpu"
             has_rate = calibration is not None and layout.precision != "float64"
             timing = _roofline(layout, cluster) if has_rate else None
-            cache[text] = trace_layout(workload, layout, cluster.gpus, samples, on_gpu, timing)
+            cache[text] = trace_layout(workload, layout, cluster.gpus, sample, on_gpu, timing)
         return cache[text]
 
     rows: list[dict[str, Any]] = []
-    for text in layouts or _layouts(workload, cluster, timed):
+    for text in layouts or _layouts(workload, cluster, measured):
         try:
             memory = memory_of(text)
         except UsageError as error:
@@ -409,14 +422,14 @@ def answer_workload(
                 raise
             rows.append({"layout": text, "verdict": "not possible", "reason": str(error)})
             continue
-        if timed is not None:
-            parts = time_layout(workload, parse_layout(text), cluster.gpus, samples, *timed)
-            memory = dataclasses.replace(memory, parts=parts)
+        if measured is not None:
+            seconds_by_part = time_layout(workload, parse_layout(text), cluster.gpus, sample, *measured)
+            memory = dataclasses.replace(memory, seconds_by_part=seconds_by_part)
         memory = dataclasses.replace(memory, note=memory.note + note)
         rows.append(_row(text, memory, cluster) | _seconds(memory, calibration))
     for row in rows:
         if row["verdict"] in ("does not fit", "may not fit") and row["is_whole"]:
-            row["change"] = _change(row["layout"], memory_of, cluster, command, workload)
+            row["change"] = _change(row["layout"], memory_of, cluster, workload_args, workload)
     fitting = [row for row in rows if row["verdict"] == "fits"]
     return {
         "plan": 1,
@@ -426,15 +439,15 @@ def answer_workload(
         "layouts": rows,
         "looked_at": len(rows),
         "fitting": len(fitting),
-        "commands": [_command(row["layout"], command, cluster) for row in fitting[:3]],
+        "commands": [_command(row["layout"], workload_args, cluster) for row in fitting[:3]],
     }
 
 
-def _layouts(workload: Workload, cluster: Cluster, timed: tuple[Machine, str] | None) -> list[str]:
+def _layouts(workload: Workload, cluster: Cluster, measured: tuple[Machine, str] | None) -> list[str]:
     """Return the layouts to trace by default; on a measured machine, those that were measured."""
-    if timed is None:
+    if measured is None:
         return usual_workload_layouts(workload, cluster.gpus, cluster.per_node)
-    return list(timed[0].overhead.get(timed[1], {}))
+    return list(measured[0].overhead.get(measured[1], {}))
 
 
 def _roofline(layout: Layout, cluster: Cluster) -> Timing:
@@ -445,13 +458,16 @@ def _roofline(layout: Layout, cluster: Cluster) -> Timing:
 
 
 def _seconds(memory: LayoutMemory, calibration: Calibration | None) -> dict[str, Any]:
-    """Return the entries of a row for its time; with a calibration, the interval of it."""
-    if not memory.parts:
+    """Return the time entries of a row: seconds of an update and, with a calibration, their lower and upper bound.
+
+    A roofline is not fitted to a GPU or stack. Unknown names select the interval of predictions without fitted numbers.
+    """
+    if not memory.seconds_by_part:
         return {}
-    seconds = sum(memory.parts.values())
-    entries: dict[str, Any] = {"step_seconds": seconds, "parts": dict(memory.parts)}
+    seconds = sum(memory.seconds_by_part.values())
+    entries: dict[str, Any] = {"step_seconds": seconds, "parts": dict(memory.seconds_by_part)}
     if calibration is not None:
-        factor = math.exp(calibration.half_width("no kind", "no stack"))  # a roofline has no fitted numbers
+        factor = math.exp(calibration.half_width("no kind", "no stack"))
         entries |= {"low_seconds": seconds / factor, "high_seconds": seconds * factor}
     return entries
 
@@ -464,17 +480,17 @@ def _row(text: str, memory: LayoutMemory, cluster: Cluster) -> dict[str, Any]:
         "allocated_bytes": memory.allocated,
         "building_bytes": memory.building,
         "reserved_bytes": memory.reserved,
-        "device_bytes": memory.device,
-        "most_bytes": memory.most,
+        "device_bytes": memory.device_bytes,
+        "most_bytes": memory.max_device_bytes,
         "rank": memory.rank,
         "flops": memory.flops,
         "collectives": dict(memory.collectives),
-        "is_whole": memory.is_whole,
+        "is_whole": memory.has_activations,
         "note": memory.note,
     }
 
 
-def _change(text: str, memory_of: Any, cluster: Cluster, command: str, workload: Workload) -> dict[str, Any]:
+def _change(text: str, memory_of: Any, cluster: Cluster, workload_args: str, workload: Workload) -> dict[str, Any]:
     """Return the first change that makes a layout fit.
 
     Tried in this order: a setting of torch's allocator, the changes of changes.py, and another layout. Each is traced,
@@ -482,7 +498,7 @@ def _change(text: str, memory_of: Any, cluster: Cluster, command: str, workload:
     """
     layout = parse_layout(text)
     if memory_of(text).with_expandable_segments().verdict(cluster.gpu.memory) == "fits":
-        command = f"{_EXPANDABLE} {_command(text, command, cluster)}"
+        command = f"{_EXPANDABLE} {_command(text, workload_args, cluster)}"
         return {"what": "expandable segments of torch's allocator", "layout": text, "command": command}
     factors = [factor for factor in (2, 8) if workload.global_batch >= layout.accumulate * factor * cluster.gpus]
     steps = list(smaller_layouts(layout, workload.blocks is not None, factors, factors[-1:] or (1,)))
@@ -491,13 +507,17 @@ def _change(text: str, memory_of: Any, cluster: Cluster, command: str, workload:
     for change, changed in steps:
         with contextlib.suppress(UsageError):
             if memory_of(str(changed)).verdict(cluster.gpu.memory) == "fits":
-                return {"what": change, "layout": str(changed), "command": _command(str(changed), command, cluster)}
+                return {
+                    "what": change,
+                    "layout": str(changed),
+                    "command": _command(str(changed), workload_args, cluster),
+                }
     return {"what": "bf16, recompute, smaller micro-batches and fsdp are not enough; give more GPUs or a smaller model"}
 
 
-def _command(layout: str, command: str, cluster: Cluster) -> str:
+def _command(layout: str, workload_args: str, cluster: Cluster) -> str:
     if parse_layout(layout).axis is None:
-        return f"everyrank train {command} --layout {shlex.quote(layout)} --processes 1"
+        return f"everyrank train {workload_args} --layout {shlex.quote(layout)} --processes 1"
     nodes = cluster.gpus // cluster.per_node
     launch = f" --launcher slurm --nodes {nodes}" if nodes > 1 else ""
-    return f"everyrank train {command} --layout {shlex.quote(layout)}{launch} --processes {cluster.gpus}"
+    return f"everyrank train {workload_args} --layout {shlex.quote(layout)}{launch} --processes {cluster.gpus}"

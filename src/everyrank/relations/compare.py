@@ -25,7 +25,7 @@ from everyrank.relations.ranks import (
 from everyrank.relations.recompute import judge_recomputation
 from everyrank.relations.resume import ResumeCommand, judge_resume
 from everyrank.relations.same import judge_settings
-from everyrank.relations.samples import judge_equal_columns, judge_samples, judge_skipped_batches, judge_uneven_passes
+from everyrank.relations.samples import judge_equal_tensors, judge_samples, judge_skipped_batches, judge_uneven_passes
 from everyrank.relations.schedule import has_schedule, judge_horizon
 from everyrank.relations.updates import judge_updates
 from everyrank.relations.workers import is_suspicious, judge_workers
@@ -147,7 +147,7 @@ def judge_script(
         return 0
     judge_rounded_updates(many.ranks[0], findings)
     judge_samples(many, findings)
-    judge_equal_columns(many, findings)
+    judge_equal_tensors(many, findings)
     judge_updates(many.ranks[0], findings)
     judge_skipped_batches(many.ranks[0], findings)
     judge_uneven_passes(many, findings)

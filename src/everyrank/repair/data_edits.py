@@ -15,9 +15,9 @@ from everyrank.repair.edited_script import (
 )
 
 __all__ = [
-    "all_ranks_read",
     "divide_by_sampler",
     "one_seed_for_the_sampler",
+    "remove_rank_arguments",
     "set_epoch",
     "shuffle_by_the_sampler",
     "split_with_fixed_seed",
@@ -52,13 +52,16 @@ def divide_by_sampler(script: EditedScript, finding: Finding) -> None:
 def _set_epoch_in_loops_over(script: EditedScript, loader: str) -> None:
     for node in ast.walk(script.source.tree):
         if isinstance(node, ast.For) and loader and loader_of_loop(script, node) == loader:
-            epoch = _epoch_of(script, node)
+            epoch = _find_or_name_epoch(script, node)
             if epoch:
                 _insert_set_epoch(script, node, loader, epoch)
 
 
-def _epoch_of(script: EditedScript, loop: ast.For) -> str:
-    """Return the name that counts the epochs around a loop: the variable of the outer loop, or a parameter."""
+def _find_or_name_epoch(script: EditedScript, loop: ast.For) -> str:
+    """Return the variable that counts the epochs around a loop; "" if there is none.
+
+    It is the variable of the outer loop, which is renamed if it is `_`, or a parameter of the function.
+    """
     outer_loops = [each for each in script.source.loops(loop) if each is not loop and isinstance(each, ast.For)]
     if outer_loops:
         target = outer_loops[0].target
@@ -80,9 +83,9 @@ def _insert_set_epoch(script: EditedScript, loop: ast.For, loader: str, epoch: s
 def set_epoch(script: EditedScript, finding: Finding) -> None:
     """Insert loader.sampler.set_epoch(epoch) before the loop over the loader."""
     loop = script.loop_around(line_of_finding(finding))
-    loader, epoch = loader_of_loop(script, loop), _epoch_of(script, loop)
+    loader, epoch = loader_of_loop(script, loop), _find_or_name_epoch(script, loop)
     if not loader or not epoch:
-        raise CannotRepairError("no name counts the epochs around this loop")
+        raise CannotRepairError("the loop has no named loader, or no variable that counts the epochs")
     _insert_set_epoch(script, loop, loader, epoch)
 
 
@@ -106,8 +109,8 @@ def one_seed_for_the_sampler(script: EditedScript, _: Finding) -> None:
         script.remove_argument(call, argument, "all ranks draw one order, and each reads its part of it")
 
 
-def all_ranks_read(script: EditedScript, _: Finding) -> None:
-    """DistributedSampler(data, 4, 0) -> DistributedSampler(data), which reads rank and number from the group."""
+def remove_rank_arguments(script: EditedScript, _: Finding) -> None:
+    """DistributedSampler(data, 4, 0) -> DistributedSampler(data): world size and rank come from the process group."""
     for call in script.calls_of("DistributedSampler"):
         extra: list[ast.expr | ast.keyword] = [*call.args[1:3]]
         extra += [argument for argument in call.keywords if argument.arg in ("num_replicas", "rank")]
@@ -123,7 +126,7 @@ def all_ranks_read(script: EditedScript, _: Finding) -> None:
                 if argument.arg not in ("num_replicas", "rank")
             ]
             name = script.source.code(call.func)
-            script.source.replace(call, f"{name}({', '.join(kept)})", "number and ranks are those of the group")
+            script.source.replace(call, f"{name}({', '.join(kept)})", "world size and rank come from the process group")
             return
     raise CannotRepairError("no sampler has the arguments num_replicas or rank")
 
@@ -133,7 +136,7 @@ def split_with_fixed_seed(script: EditedScript, _: Finding) -> None:
     for call in script.calls_of("random_split"):
         generator_argument = script.keyword(call, "generator")
         generator = "torch.Generator().manual_seed(0)"
-        reason = "all ranks split the dataset equally"
+        reason = "all ranks split the dataset identically"
         if generator_argument is not None:
             script.source.replace(generator_argument.value, generator, reason)
         elif len(call.args) > 2:

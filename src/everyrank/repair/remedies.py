@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from everyrank.audit import Finding
 from everyrank.repair.data_edits import (
-    all_ranks_read,
     divide_by_sampler,
     one_seed_for_the_sampler,
+    remove_rank_arguments,
     set_epoch,
     shuffle_by_the_sampler,
     split_with_fixed_seed,
@@ -58,12 +58,12 @@ Remedy = Callable[[EditedScript, Finding], None]
 # (rule, a fragment of the finding's text, remedy): the remedies of a rule are tried in this order
 REMEDIES: tuple[tuple[str, str, Remedy], ...] = (
     ("data.same", "", divide_by_sampler),
-    ("data.same", "", all_ranks_read),
+    ("data.same", "", remove_rank_arguments),
     ("data.epoch", "set_epoch is not called", set_epoch),
     ("data.epoch", "the data is not shuffled", shuffle_by_the_sampler),
     ("data.overlap", "", one_seed_for_the_sampler),
-    ("data.overlap", "", all_ranks_read),
-    ("data.skipped", "", all_ranks_read),
+    ("data.overlap", "", remove_rank_arguments),
+    ("data.skipped", "", remove_rank_arguments),
     ("data.split", "", split_with_fixed_seed),
     ("gradient.carried", "", clear_gradients),
     ("gradient.thrown-away", "", clear_once_an_update),

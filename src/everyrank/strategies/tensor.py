@@ -6,23 +6,27 @@
           down[:, :half]           down[:, half:]                  rowwise: a partial sum
                └────── all-reduce ──────┘ ──► y                    the same on every rank
 
-Memory         a part of each matrix in the plan, its gradient and its optimizer state; all other layers in full
-Communication  per micro-batch: forward an all-reduce of the output of each rowwise and vocabulary layer, backward one
-               of the gradient of the input of each gather module and of each colwise, colwise_gather or colwise_loss
-               layer outside of those; for colwise_gather an all-gather of the output, for colwise_loss three
-               all-reduces of one number for each position; all before the next layer can go on. Per update: an
-               all-reduce of the gradient of each parameter of replicate_sum; with clip_norm, one of the sum of squares.
-               In the first update an all-gather of one number for each parameter that is not split; before it the whole
-               model is put together once, and compared
+Memory         a part of each matrix that `Workload.tensor_plan` splits, its gradient and its optimizer state; all other
+               layers in full
+Communication  per micro-batch, not overlapped:
+                 rowwise, vocabulary   an all-reduce of the output in forward
+                 gather                an all-reduce of the input's gradient in backward; the same for a colwise,
+                                       colwise_gather or colwise_loss layer outside of a gather module
+                 colwise_gather        an all-gather of the output, too
+                 colwise_loss          three all-reduces of one number for each position, too
+               Per update: an all-reduce of the gradient of each parameter in a `replicate_sum` module; with clip_norm,
+               an all-reduce of the sum of squared gradients. Before the first update, all parameters are gathered once
+               to compare the split model with the whole model on one sample. In the first update, one number for each
+               unsplit parameter is all-gathered, to check that all ranks have the same gradient
 Use when       a layer is too large for one device, or the batch cannot grow, within a host with fast connections
 Exact          yes
 Source         Shoeybi et al. 2019; Korthikanti et al. 2022 (sequence)
 
-Keys: sequence=true splits the activations between the matrices along the sequence: instead of their all-reduces, a
-reduce-scatter behind each split layer and an all-gather before the next, and the other way round in backward; per
-update (under fsdp per micro-batch) an all-reduce of the gradient of each norm that the plan calls sequence. meta=true
-fills the parts from a file, for a model that fits in the memory of no rank.
-`Workload.tensor_plan` describes how layers are split, with the words of parallel/tensor/plan.py.
+Keys: sequence=true also splits the activations between the split layers, along the sequence. Each all-reduce becomes a
+reduce-scatter after a split layer and an all-gather before the next one; in backward the two are exchanged. Each update
+(under fsdp: each micro-batch) also all-reduces the gradients of the norms marked `sequence` in the plan. meta=true
+fills the parts from a file, for a model that does not fit in the memory of any rank. `Workload.tensor_plan` maps module
+names to the styles listed in parallel/tensor/plan.py.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     trainable = make_trainable(workload, layout, model)
     sum_grad_squares = functools.partial(sum_squares, norm_params(trainable.parameters, mesh), mesh)
 
-    # Every rank has computed the loss of all samples, so the count is not sent.
+    # Every rank computes the loss of all samples, so [sum, count] needs no all-reduce (sum_over_ranks).
     step = make_step(
         parallel,
         trainable,

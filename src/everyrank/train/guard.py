@@ -6,8 +6,9 @@ trains a different model. So every rank computes checksums of its tensors, one a
 table, and the checksums of replicas are compared.
 
 The layout determines which ranks are replicas. Ranks hold the same part of a DTensor if they differ only along mesh
-axes on which it is not sharded. Plain parameters, buffers and their optimizer state are equal on all ranks that have
-them. A tensor on one rank only (a shard under FSDP, optimizer state under zero1) is not compared.
+axes on which it is not sharded. Plain parameters and their optimizer state are equal on all ranks that have them, and
+so are the buffers that the layout replicates. Other buffers, and the optimizer state under local_sgd, are not compared.
+A tensor on one rank only (a shard under FSDP, optimizer state under zero1) is not compared either.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from everyrank.world.collectives import all_gather
 
 __all__ = ["Guard", "bits_checksum"]
 
-_COLUMNS = 1024
+_ROW_LENGTH = 1024  # elements in a row of a checksum
 _ODD = (
     -7046029254386353131
 )  # 2^64 divided by the golden ratio, as a signed number; odd, so multiplying by it loses no bit
 _MAX_SMALL = 1 << 16  # elements; smaller tensors are concatenated and read at once
-_MAX_KINDS = 32  # rows of the table: one for each set of tensors with the same replicas
+_MAX_SETS = 32  # rows of the table: one for each set of tensors with the same replicas
 _MAX_SHOWN = 3  # tensors in a message
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class Guard:
-    """Compares replicas every `every` updates, and before each checkpoint. All methods are collectives.
+    """Compares replicas every `every` updates, and before each checkpoint. `__init__` and `check` are collectives.
 
     how         "stop" raises `DivergedError` for a difference; "warn" prints it
     compares    whether any tensor is on more than one rank
@@ -52,57 +53,60 @@ class Guard:
         self.prepared, self.how, self.every = prepared, how, every
         self.equal_after, self.compared_at = start_step, -1
         self.last_difference = ""
-        self.plain = _replicated_names(prepared)
-        keys: list[int] = self._table(dict(self._kinds()))[:, :, 0].flatten().tolist()
+        self.replicated_names = _replicated_names(prepared)
+        keys: list[int] = self._table(dict(self._replica_sets()))[:, :, 0].flatten().tolist()
         self.compares = any(count > 1 for key, count in collections.Counter(keys).items() if key)
 
-    def is_due(self, done: int) -> bool:
-        """Return whether to compare replicas after `done` updates, apart from checkpoints."""
-        return done % self.every == 0
+    def is_due(self, step: int) -> bool:
+        """Return whether to compare replicas after `step` updates, apart from checkpoints."""
+        return step % self.every == 0
 
-    def check(self, done: int) -> str:
+    def check(self, step: int) -> str:
         """Compare replicas. Under "warn", returns a line to print, once for each set of tensors that differ, else "".
 
         Raises `DivergedError` on every rank under "stop".
         """
-        if not self.compares or not self.prepared.are_replicas_equal or self.compared_at == done:
+        if not self.compares or not self.prepared.are_replicas_equal or self.compared_at == step:
             return ""
-        self.compared_at = done
-        kinds = dict(self._kinds())
-        table = self._table(kinds)
+        self.compared_at = step
+        replica_sets = dict(self._replica_sets())
+        table = self._table(replica_sets)
         if not _differ(table):
-            self.equal_after = done
+            self.equal_after = step
             return ""
-        difference = self._difference(kinds)
+        difference = self._difference(replica_sets)
         line = (
-            f"after update {done}: {difference}; all replicas were equal after update {self.equal_after}: "
-            f"one of the updates {self.equal_after + 1} to {done} changed them"
+            f"after update {step}: {difference}; all replicas were equal after update {self.equal_after}: "
+            f"one of the updates {self.equal_after + 1} to {step} changed them"
         )
         if self.how == "stop":
             raise DivergedError(f"{line}; this state was not saved; continue from the last checkpoint with --resume")
         is_new, self.last_difference = difference != self.last_difference, difference
         return f"{line}; the training continues (--guard warn)" if is_new else ""
 
-    def _kinds(self) -> Iterator[tuple[tuple[object, ...], dict[str, Tensor]]]:
+    def _replica_sets(self) -> Iterator[tuple[tuple[object, ...], dict[str, Tensor]]]:
         """Yield (key, tensors by name). Ranks with the same key have to hold equal tensors."""
-        kinds: dict[tuple[object, ...], dict[str, Tensor]] = collections.defaultdict(dict)
+        replica_sets: dict[tuple[object, ...], dict[str, Tensor]] = collections.defaultdict(dict)
         tensors = tensors_of(self.prepared.trainable, self.prepared.world)
         buffers = {name for name, _ in self.prepared.model.named_buffers()}
         for full_name, tensor in tensors.items():
             replica_key = self._replica_key(full_name, tensor, buffers)
             if replica_key is not None:
-                kinds[replica_key][full_name] = local_tensor(tensor)
-        for replica_key, tensors in kinds.items():
+                replica_sets[replica_key][full_name] = local_tensor(tensor)
+        for replica_key, tensors in replica_sets.items():
             names = zlib.crc32("\n".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()).encode())
             yield (*replica_key, names), tensors
 
-    def _replica_key(self, full: str, tensor: Tensor, buffers: set[str]) -> tuple[object, ...] | None:
-        """Return a tensor's kind and the mesh coordinates that select its part; None if its replicas are not known."""
-        kind, _, full_name = full.partition("/")
-        if kind == "generators" or self.prepared.mesh.servers:
+    def _replica_key(self, full_name: str, tensor: Tensor, buffers: set[str]) -> tuple[object, ...] | None:
+        """Return a tensor's category and the mesh coordinates of its shard; None if it is not compared.
+
+        The category is the first part of its name: model, average or optimizer.
+        """
+        category, _, name = full_name.partition("/")
+        if category == "generators" or self.prepared.mesh.servers:
             return None
-        if kind == "optimizer" and self.prepared.averaging is not None:
-            return None  # batch statistics of this rank, which differ between replicas
+        if category == "optimizer" and self.prepared.averaging is not None:
+            return None  # local_sgd averages only floating-point tensors of the optimizer, so the rest may differ
         if isinstance(tensor, DTensor):
             if any(placement.is_partial() for placement in tensor.placements):
                 return None
@@ -112,31 +116,36 @@ class Guard:
                 tensor.placements,
                 strict=True,
             )
-            return kind, *((name, coordinate) for name, coordinate, placement in axes if not placement.is_replicate())
-        name = full_name if kind != "optimizer" else full_name.rpartition("/")[0]
-        if name in self.plain:
-            return kind, "plain"
+            return category, *(
+                (name, coordinate) for name, coordinate, placement in axes if not placement.is_replicate()
+            )
+        tensor_name = name if category != "optimizer" else name.rpartition("/")[0]
+        if tensor_name in self.replicated_names:
+            return category, "plain"
         # a block of a pipeline is equal on all ranks that have it; a buffer may differ
-        is_block = self.prepared.mesh.size("pipeline") > 1 and name not in buffers
-        return (kind, "block") if is_block else None
+        is_block = self.prepared.mesh.size("pipeline") > 1 and tensor_name not in buffers
+        return (category, "block") if is_block else None
 
-    def _table(self, kinds: Mapping[tuple[object, ...], Mapping[str, Tensor]]) -> Tensor:
-        """Return (key, checksum) of each rank and kind, 0 where a rank has no such kind: int64, (ranks, kinds, 2)."""
+    def _table(self, replica_sets: Mapping[tuple[object, ...], Mapping[str, Tensor]]) -> Tensor:
+        """Return the (key, checksum) pairs of every rank: int64, shape (ranks, _MAX_SETS, 2). Unused rows are 0.
+
+        A collective.
+        """
         world = self.prepared.world
-        assert len(kinds) <= _MAX_KINDS
-        table = torch.zeros((world.size, _MAX_KINDS, 2), dtype=torch.int64, device=world.device)
-        for row, (key, tensors) in enumerate(kinds.items()):
+        assert len(replica_sets) <= _MAX_SETS
+        table = torch.zeros((world.size, _MAX_SETS, 2), dtype=torch.int64, device=world.device)
+        for row, (key, tensors) in enumerate(replica_sets.items()):
             table[world.rank, row, 0] = 1 + zlib.crc32(repr(key).encode())
             table[world.rank, row, 1] = bits_checksum(list(tensors.values()))
         if world.group is not None and world.size > 1:
             dist.all_reduce(table, group=world.group)
         return table.cpu()
 
-    def _difference(self, kinds: Mapping[tuple[object, ...], Mapping[str, Tensor]]) -> str:
+    def _difference(self, replica_sets: Mapping[tuple[object, ...], Mapping[str, Tensor]]) -> str:
         """Return which ranks hold a different tensor than the majority, and which tensor."""
         local_sums = [
             [repr(key), name, int(bits_checksum([tensor]))]
-            for key, tensors in kinds.items()
+            for key, tensors in replica_sets.items()
             for name, tensor in tensors.items()
         ]
         text = torch.frombuffer(bytearray(json.dumps(local_sums).encode()), dtype=torch.uint8)
@@ -170,10 +179,13 @@ def _differ(table: Tensor) -> bool:
     return any(key and sums.setdefault(key, value) != value for key, value in rows)
 
 
-def _ranks_that_differ(kind_and_name: str, groups: list[list[int]]) -> str:
-    """Return text like `0.weight of rank 2 differs from ranks 0, 1, 3`. Of two equal halves either may be right."""
-    kind, _, name = kind_and_name.partition("/")
-    tensor = {"model": name, "average": f"average of {name}", "optimizer": f"optimizer state {name}"}[kind]
+def _ranks_that_differ(full_name: str, groups: list[list[int]]) -> str:
+    """Return text like `0.weight of rank 2 differs from ranks 0, 1, 3`.
+
+    Without a majority it is like `0.weight differs between rank 0 and rank 1`.
+    """
+    category, _, name = full_name.partition("/")
+    tensor = {"model": name, "average": f"average of {name}", "optimizer": f"optimizer state {name}"}[category]
     groups.sort(key=len)
     *minorities, majority = groups
     if len(minorities[-1]) == len(majority):
@@ -196,24 +208,27 @@ def bits_checksum(tensors: Sequence[Tensor]) -> Tensor:
     device = tensors[0].device if tensors else torch.device("cpu")
     total = torch.zeros((), dtype=torch.int64, device=device)
     # by dtype and device: Adam keeps its step counts on the CPU next to CUDA parameters
-    small_of_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    small_by_dtype: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         bits = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
         if bits.numel() <= _MAX_SMALL:
-            small_of_kind.setdefault((bits.dtype, bits.device), []).append(bits)
+            small_by_dtype.setdefault((bits.dtype, bits.device), []).append(bits)
         else:
             total = total * _ODD + _weighted(bits).to(device)
-    for small_tensors in small_of_kind.values():
+    for small_tensors in small_by_dtype.values():
         total = total * _ODD + _weighted(torch.cat(small_tensors)).to(device)
     return total
 
 
 def _weighted(bits: Tensor) -> Tensor:
-    """Return the sum over rows of 1024 elements; a weight is odd for each column, plus an even number for each row."""
-    rows = len(bits) // _COLUMNS
-    body, tail = bits[: rows * _COLUMNS].view(rows, _COLUMNS), bits[rows * _COLUMNS :]
-    by_column = torch.arange(_COLUMNS, device=bits.device) * 2 + 1
-    by_row = torch.arange(1, rows + 1, device=bits.device) * (2 * _COLUMNS)
+    """Return the weighted sum of `bits`. All weights are odd.
+
+    In rows of 1024 elements, the weight is 2 * column + 1 + 2048 * (row + 1).
+    """
+    rows = len(bits) // _ROW_LENGTH
+    body, tail = bits[: rows * _ROW_LENGTH].view(rows, _ROW_LENGTH), bits[rows * _ROW_LENGTH :]
+    by_column = torch.arange(_ROW_LENGTH, device=bits.device) * 2 + 1
+    by_row = torch.arange(1, rows + 1, device=bits.device) * (2 * _ROW_LENGTH)
     total = (body.sum(0, dtype=torch.int64) * by_column).sum() + (body.sum(1, dtype=torch.int64) * by_row).sum()
-    last = by_column[: len(tail)] + 2 * _COLUMNS * (rows + 1)
+    last = by_column[: len(tail)] + 2 * _ROW_LENGTH * (rows + 1)
     return total + (tail.to(torch.int64) * last).sum()

@@ -43,7 +43,7 @@ class ReplayRecorder:
 
     def __init__(self, recorder: Recorder, losses: Losses, gradients: Gradients) -> None:
         self.recorder, self.losses, self.gradients = recorder, losses, gradients
-        self.root: Any = None  # the model without its wrapper
+        self.model: Any = None  # the model without its wrapper
         self.world_size = 1
         self.states: dict[int, ModelState] = {}
         self.is_over = False
@@ -73,15 +73,15 @@ class ReplayRecorder:
     @harmless("replay: the inputs of a forward")
     def start_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         """Record the inputs of a forward. On rank 0, also record the model at the first forward of an update."""
-        root = module.module if isinstance(module, DistributedDataParallel) else module
+        model = module.module if isinstance(module, DistributedDataParallel) else module
         try:
             with self.recorder.muted():
-                self._check_replayable(root)
-                self.root = root
+                self._check_replayable(model)
+                self.model = model
                 self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-                self.current = RecordedBackward(tree_map(self._input, (args, kwargs)), generator_states(root))
+                self.current = RecordedBackward(tree_map(self._input, (args, kwargs)), generator_states(model))
                 if self.rank == 0 and self.recorder.update not in self.states:
-                    self.states[self.recorder.update] = _state_of(root)
+                    self.states[self.recorder.update] = _state_of(model)
         except ReplayError as error:
             self.disable(error)
 
@@ -118,19 +118,19 @@ class ReplayRecorder:
             self.disable(f"more than {_MAX_CALLS} functions between the model's output and the loss")
 
     @harmless("replay: a backward")
-    def end_backward(self, roots: Any, has_gradient: bool) -> RecordedBackward | None:
-        """The record of this backward, with only the calls that its root depends on."""
+    def end_backward(self, losses: Any, has_gradient: bool) -> RecordedBackward | None:
+        """Return the record of this backward, with only the calls that its loss depends on; None if not replayable."""
         current, known = self.current, self.known
         self.current, self.known = None, {}
-        roots = [roots] if isinstance(roots, torch.Tensor) else list(roots)
+        losses = [losses] if isinstance(losses, torch.Tensor) else list(losses)
         if current is None:
             self.disable("a backward without a new forward")
-        elif len(roots) != 1 or roots[0].numel() != 1 or has_gradient:
+        elif len(losses) != 1 or losses[0].numel() != 1 or has_gradient:
             self.disable("a backward of a tensor that is not a single number")
-        elif id(roots[0]) not in known:
+        elif id(losses[0]) not in known:
             self.disable("the loss is computed from the model's output by functions that cannot be recorded")
         else:
-            current.root = id(roots[0])
+            current.loss_id = id(losses[0])
             current.calls = _needed_calls(current)
             return current
         return None
@@ -145,14 +145,14 @@ class ReplayRecorder:
         except Exception as error:
             self.disable(f"the functions before the loss cannot be pickled ({type(error).__name__}: {error})"[:200])
 
-    def _check_replayable(self, root: Any) -> None:
-        parameters = list(root.parameters())
-        class_names = {type(module).__name__ for module in root.modules()}
+    def _check_replayable(self, model: Any) -> None:
+        parameters = list(model.parameters())
+        class_names = {type(module).__name__ for module in model.modules()}
         device = parameters[0].device.type
         number = sum(parameter.numel() for parameter in parameters)
         if self.current is not None:
             raise ReplayError("two forwards of the model, then a backward")
-        if self.root is not None and root is not self.root:
+        if self.model is not None and model is not self.model:
             raise ReplayError("several models are trained, or parts of one model are called one by one")
         if "FullyShardedDataParallel" in class_names or any(hasattr(parameter, "to_local") for parameter in parameters):
             raise ReplayError("the parameters are sharded (fully_shard, FSDP or DTensor)")
@@ -190,8 +190,8 @@ class ReplayRecorder:
 
 
 def _needed_calls(backward: RecordedBackward) -> list[RecordedCall]:
-    """The calls that the root depends on, in order. Other calls may compute values for a log."""
-    needed, calls = {backward.root}, list[RecordedCall]()
+    """Return the calls that the loss depends on, in order. Other calls may compute values for a log."""
+    needed, calls = {backward.loss_id}, list[RecordedCall]()
 
     def need(value: Any) -> None:
         if isinstance(value, TensorReference):
@@ -204,57 +204,58 @@ def _needed_calls(backward: RecordedBackward) -> list[RecordedCall]:
     return calls[::-1]
 
 
-def generator_states(root: Any) -> list[Any]:
+def generator_states(model: Any) -> list[Any]:
     """States of the CPU's generator, and of the generator of the model's CUDA device."""
-    device = next(root.parameters()).device
+    device = next(model.parameters()).device
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
-def _state_of(root: Any) -> ModelState:
-    tensors_by_name = [*root.named_parameters(), *root.named_buffers()]
+def _state_of(model: Any) -> ModelState:
+    tensors_by_name = [*model.named_parameters(), *model.named_buffers()]
     copies = {name: value.detach().clone() for name, value in tensors_by_name}
-    return ModelState(copies, [module.training for module in root.modules()])
+    return ModelState(copies, [module.training for module in model.modules()])
 
 
 class _CallMode(TorchFunctionMode):
     """Records each torch function that the script calls outside of its model."""
 
-    def __init__(self, recording: ReplayRecorder) -> None:
+    def __init__(self, replay_recorder: ReplayRecorder) -> None:
         super().__init__()
-        self.recording = recording
+        self.replay_recorder = replay_recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recording = self.recording
+        replay_recorder = self.replay_recorder
         out = func(*args, **(kwargs or {}))
-        if recording.known and recording.losses.depth == 0 and recording.is_wanted:
-            recording.record_call(func, args, kwargs or {}, out)
+        if replay_recorder.known and replay_recorder.losses.depth == 0 and replay_recorder.is_wanted:
+            replay_recorder.record_call(func, args, kwargs or {}, out)
         return out
 
 
-def install_replay_recording(recording: ReplayRecorder) -> None:
+def install_replay_recording(replay_recorder: ReplayRecorder) -> None:
     """Install the hooks that record updates for the replay. Call it after the other hooks, so that it wraps them."""
     module_call, autograd_backward = torch.nn.Module.__call__, torch.autograd.backward
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_recorded = recording.is_wanted and recording.losses.depth == 0 and torch.is_grad_enabled()
+        is_recorded = replay_recorder.is_wanted and replay_recorder.losses.depth == 0 and torch.is_grad_enabled()
         if not is_recorded or not any(parameter.requires_grad for parameter in self.parameters()):
             return module_call(self, *args, **kwargs)
-        recording.start_forward(self, args, kwargs)
+        replay_recorder.start_forward(self, args, kwargs)
         output = module_call(self, *args, **kwargs)
-        recording.end_forward(output)
+        replay_recorder.end_forward(output)
         return output
 
     def backward(*args: Any, **kwargs: Any) -> Any:
-        if not recording.is_wanted:
+        if not replay_recorder.is_wanted:
             return autograd_backward(*args, **kwargs)
         gradients = list(tensors((args[1:2], kwargs.get("grad_tensors"))))
-        recorded = recording.end_backward(args[0] if args else kwargs.get("tensors"), bool(gradients))
-        update, micro, terms = recording.recorder.update, recording.recorder.micro, recording.losses.terms
+        recorded = replay_recorder.end_backward(args[0] if args else kwargs.get("tensors"), bool(gradients))
+        recorder, terms = replay_recorder.recorder, replay_recorder.losses.terms
+        update, micro = recorder.update, recorder.micro
         out = autograd_backward(*args, **kwargs)
         if recorded is not None:
             recorded.losses = [term for term in terms if term.scale]
-            recording.write(recorded, update, micro)
+            replay_recorder.write(recorded, update, micro)
         return out
 
     torch.nn.Module.__call__, torch.autograd.backward = call, backward
-    _CallMode(recording).__enter__()
+    _CallMode(replay_recorder).__enter__()

@@ -35,19 +35,19 @@ _WAIT_SECONDS = 15.0  # how long rank 0 waits for the other ranks to exit
 _WEIGHT_TOLERANCE = 1e-6  # relative
 
 
-def run_replay(recording: ReplayRecorder) -> None:
+def run_replay(replay_recorder: ReplayRecorder) -> None:
     """Replay the recorded updates and write their gradients, if this process is rank 0."""
-    recorder, deadline = recording.recorder, time.monotonic() + _TIMEOUT_SECONDS
-    recording.is_over = True
-    if recording.states:
-        _wait_for_all(recording)
-    for update, state in sorted(recording.states.items()):
+    recorder, deadline = replay_recorder.recorder, time.monotonic() + _TIMEOUT_SECONDS
+    replay_recorder.is_over = True
+    if replay_recorder.states:
+        _wait_for_all(replay_recorder)
+    for update, state in sorted(replay_recorder.states.items()):
         if update >= recorder.update:
             break  # the script ended before optimizer.step() of this update
         try:
-            with recorder.muted(), _settings_restored(recording.root, state):
-                backwards = _read_backwards(recording, update)
-                replay = _Replay(recording, state, backwards, deadline)
+            with recorder.muted(), _settings_restored(replay_recorder.model, state):
+                backwards = _read_backwards(replay_recorder, update)
+                replay = _Replay(replay_recorder, state, backwards, deadline)
                 recorder.arrays(f"replay{update}", replay.content())
         except Exception as error:
             recorder.write(Unchecked(message=f"replay of update {update}: {_reason(error)}"))
@@ -65,10 +65,10 @@ def run_replay(recording: ReplayRecorder) -> None:
         )
 
 
-def _wait_for_all(recording: ReplayRecorder) -> None:
+def _wait_for_all(replay_recorder: ReplayRecorder) -> None:
     """Wait until the other ranks have ended, so that their files are complete, or until it takes too long."""
     deadline = time.monotonic() + _WAIT_SECONDS
-    paths = [recording.recorder.folder / f"done{rank}" for rank in range(recording.world_size)]
+    paths = [replay_recorder.recorder.folder / f"done{rank}" for rank in range(replay_recorder.world_size)]
     while not all(path.exists() for path in paths) and time.monotonic() < deadline:
         time.sleep(0.05)
 
@@ -84,7 +84,7 @@ def _reason(error: Exception) -> str:
 
 
 def term_weights(backwards: Sequence[RecordedBackward]) -> list[float] | None:
-    """The factors for the roots of the backwards that give each of all N loss terms the weight 1/N.
+    """The factors for the backwards that give each of all N loss terms the weight 1/N.
 
     None if no loss was recorded, or if several losses need different factors.
     """
@@ -103,15 +103,15 @@ def term_weights(backwards: Sequence[RecordedBackward]) -> list[float] | None:
     return weights[0]
 
 
-def _read_backwards(recording: ReplayRecorder, update: int) -> dict[tuple[int, int], RecordedBackward]:
+def _read_backwards(replay_recorder: ReplayRecorder, update: int) -> dict[tuple[int, int], RecordedBackward]:
     """The backwards of an update on all ranks, by (rank, number)."""
-    folder = recording.recorder.folder
+    folder = replay_recorder.recorder.folder
     paths: dict[int, list[Any]] = {}
-    for rank in range(recording.world_size):
+    for rank in range(replay_recorder.world_size):
         paths[rank] = sorted(folder.glob(backward_path(folder, rank, update, "*").name), key=_micro)
         if not paths[rank]:
             raise ReplayError(f"rank {rank} has not recorded it")
-    device = next(recording.root.parameters()).device
+    device = next(replay_recorder.model.parameters()).device
 
     def on_device(storage: Any, location: str) -> Any:
         return storage if location == "cpu" else storage.cuda(device.index)
@@ -132,17 +132,17 @@ class _Replay:
 
     def __init__(
         self,
-        recording: ReplayRecorder,
+        replay_recorder: ReplayRecorder,
         state: ModelState,
         backwards: dict[tuple[int, int], RecordedBackward],
         deadline: float,
     ) -> None:
-        self.root, self.state, self.deadline = recording.root, state, deadline
+        self.model, self.state, self.deadline = replay_recorder.model, state, deadline
         self.names = {
-            name: recording.gradients.names[id(p)] for name, p in self.root.named_parameters() if p.requires_grad
+            name: replay_recorder.gradients.names[id(p)] for name, p in self.model.named_parameters() if p.requires_grad
         }
         self.keys, self.backwards = list(backwards), list(backwards.values())
-        self.world_size = recording.world_size
+        self.world_size = replay_recorder.world_size
         weights = term_weights(self.backwards)
         self.weights = weights or [1 / len(self.backwards)] * len(self.backwards)
         # the script may give several losses any weights
@@ -154,7 +154,7 @@ class _Replay:
     def content(self) -> dict[str, np.ndarray]:
         """Samples of the gradients, by "kind name".
 
-        backward.R.M       gradient of backward M of rank R, from its recorded root
+        backward.R.M       gradient of backward M of rank R, from its recorded loss
         whole              the weighted sum of these gradients, which the optimizer should get
         merged             gradient of all samples as one batch, without dropout
         merged_local_norm  the same with batch norm over the samples of one backward at a time
@@ -195,7 +195,7 @@ class _Replay:
     def each(self) -> list[dict[str, Any]]:
         """The gradient of each backward in float64."""
         return [
-            self.gradient(lambda root, backward=backward: self._root_of(root, backward), False)
+            self.gradient(lambda model, backward=backward: self._loss_of(model, backward), False)
             for backward in self.backwards
         ]
 
@@ -212,26 +212,26 @@ class _Replay:
         sizes = self.sizes
         inputs = merged_batch([backward.inputs for backward in self.backwards], sizes)
 
-        def root_of(root: Any) -> Any:
+        def loss_of(model: Any) -> Any:
             args, kwargs = to_float64(inputs)
-            outputs = list(tensors(self._forward(root, args, kwargs, self.backwards[0].rng_states)))
+            outputs = list(tensors(self._forward(model, args, kwargs, self.backwards[0].rng_states)))
             if self.overrides.has_drawn:
                 raise ReplayError("forward draws random numbers, which are different for one batch")
             ends = np.cumsum(sizes).tolist()
-            roots = [
+            losses = [
                 _follow(backward, [output_rows(out, end - size, end, ends[-1]) for out in outputs])
                 for backward, size, end in zip(self.backwards, sizes, ends, strict=True)
             ]
-            return sum(weight * root for weight, root in zip(self.weights, roots, strict=True))
+            return sum(weight * loss for weight, loss in zip(self.weights, losses, strict=True))
 
         self.overrides.segments = segments
         try:
-            return self.gradient(root_of, True)
+            return self.gradient(loss_of, True)
         finally:
             self.overrides.segments = None
 
-    def gradient(self, root_of: Callable[[Any], Any], is_whole: bool) -> dict[str, Any]:
-        """The gradient of `root_of(model)`, by name.
+    def gradient(self, loss_of: Callable[[Any], Any], is_whole: bool) -> dict[str, Any]:
+        """The gradient of `loss_of(model)`, by name.
 
         Backward runs inside functional_call, so that activation checkpointing recomputes with the same tensors.
         """
@@ -239,28 +239,28 @@ class _Replay:
             raise ReplayError(f"the replay took more than {_TIMEOUT_SECONDS:g} s")
         copies = {name: to_float64(value) for name, value in self.state.tensors.items()}
         trained_tensors = {name: copies[name].requires_grad_() for name in self.names}
-        holder = _Holder(self.root)
+        holder = _Holder(self.model)
         self.overrides.num_norms, self.overrides.has_drawn = 0, False
 
-        def function(root: Any) -> None:
-            torch.autograd.backward(root_of(root))
+        def function(model: Any) -> None:
+            torch.autograd.backward(loss_of(model))
 
         size = 1 if is_whole else self.world_size
         with fake_process_group(size), self.overrides:
-            root_tensors = {f"root.{name}": value for name, value in copies.items()}
-            torch.func.functional_call(holder, root_tensors, (function,))
+            model_tensors = {f"model.{name}": value for name, value in copies.items()}
+            torch.func.functional_call(holder, model_tensors, (function,))
         return {name: value.grad for name, value in trained_tensors.items() if value.grad is not None}
 
-    def _root_of(self, root: Any, backward: RecordedBackward) -> Any:
+    def _loss_of(self, model: Any, backward: RecordedBackward) -> Any:
         args, kwargs = to_float64(backward.inputs)
-        return _follow(backward, list(tensors(self._forward(root, args, kwargs, backward.rng_states))))
+        return _follow(backward, list(tensors(self._forward(model, args, kwargs, backward.rng_states))))
 
-    def _forward(self, root: Any, args: Any, kwargs: Any, rng_states: list[Any]) -> Any:
+    def _forward(self, model: Any, args: Any, kwargs: Any, rng_states: list[Any]) -> Any:
         torch.set_rng_state(rng_states[0])
         for cuda in rng_states[1:]:
-            torch.cuda.set_rng_state(cuda, next(root.parameters()).device)
-        out = root(*args, **kwargs)
-        self.overrides.has_drawn |= not all(map(torch.equal, generator_states(root), rng_states))
+            torch.cuda.set_rng_state(cuda, next(model.parameters()).device)
+        out = model(*args, **kwargs)
+        self.overrides.has_drawn |= not all(map(torch.equal, generator_states(model), rng_states))
         return out
 
     def _named(self, kind: str, gradient: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -270,16 +270,16 @@ class _Replay:
 class _Holder(torch.nn.Module):
     """Lets functional_call run any function of a model with other parameters, not only the forward."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.root = root
+        self.model = model
 
     def forward(self, function: Callable[[Any], Any]) -> Any:
-        return function(self.root)
+        return function(self.model)
 
 
 def _follow(backward: RecordedBackward, outputs: Sequence[Any]) -> Any:
-    """The root of a backward, computed from the model's outputs by the recorded functions."""
+    """The loss of a backward, computed from the model's outputs by the recorded functions."""
     known_tensors = dict(zip(backward.outputs, outputs, strict=True))
 
     def value_of(value: Any) -> Any:
@@ -295,10 +295,10 @@ def _follow(backward: RecordedBackward, outputs: Sequence[Any]) -> Any:
         args, kwargs = tree_map(value_of, (call.args, call.kwargs))
         with torch.set_grad_enabled(call.grad_enabled):
             known_tensors |= dict(zip(call.results, tensors(call.function(*args, **kwargs)), strict=True))
-    root = value_of(TensorReference(backward.root))
-    if not root.requires_grad:
+    loss = value_of(TensorReference(backward.loss_id))
+    if not loss.requires_grad:
         raise ReplayError("the loss is computed by an autograd.Function of the script's own")
-    return root
+    return loss
 
 
 def to_float64(value: Any) -> Any:
@@ -362,11 +362,11 @@ class CollectiveCalledError(Exception):
 
 
 @contextlib.contextmanager
-def _settings_restored(root: Any, state: ModelState) -> Generator[None]:
+def _settings_restored(model: Any, state: ModelState) -> Generator[None]:
     """Set modes, dtype and random state for the replay, and restore them afterwards."""
-    modules = list(root.modules())
+    modules = list(model.modules())
     settings_before = [module.training for module in modules], torch.get_default_dtype(), torch.is_grad_enabled()
-    devices = [parameter.device for parameter in root.parameters() if parameter.device.type == "cuda"][:1]
+    devices = [parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"][:1]
     try:
         with torch.random.fork_rng(devices):
             for module, is_training in zip(modules, state.are_training, strict=True):

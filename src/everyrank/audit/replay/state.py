@@ -58,8 +58,8 @@ class RecordedBackward:
     inputs      (args, kwargs) of the module
     rng_states  states of torch's RNGs before the forward: the CPU's, and the GPU's for a model on CUDA
     outputs     ids of the tensors that the forward returned
-    calls       functions from the outputs to `root`
-    root        id of the tensor that backward was called on
+    calls       functions from the outputs to the loss
+    loss_id     id of the tensor that backward was called on
     losses      losses in the graph of the backward
     """
 
@@ -67,7 +67,7 @@ class RecordedBackward:
     rng_states: list[Any]
     outputs: list[int] = dataclasses.field(default_factory=list[int])
     calls: list[RecordedCall] = dataclasses.field(default_factory=list[RecordedCall])
-    root: int = 0
+    loss_id: int = 0
     losses: list[LossTerm] = dataclasses.field(default_factory=list[LossTerm])
 
 

@@ -105,7 +105,7 @@ def _check_late(evidence: Evidence, findings: Findings) -> None:
 
 def _is_carried(evidence: Evidence, clip: Clip) -> bool:
     """Whether the next backward adds its gradient to the clipped one, because zero_grad is not called."""
-    samples = evidence.samples(clip.rank, clip.update)
+    samples = evidence.gradient_samples(clip.rank, clip.update)
     return samples is not None and any(value.any() for value in samples.carried.values())
 
 

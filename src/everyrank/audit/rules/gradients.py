@@ -150,7 +150,7 @@ def _check_gathered_features(evidence: Evidence, findings: Findings) -> None:
 
 def _read_update(evidence: Evidence, number: int) -> _Update | None:
     """The gradients of an update, with shards combined; None unless all ranks have recorded the same tensors."""
-    samples_by_rank = {rank: evidence.samples(rank, number) for rank in evidence.ranks}
+    samples_by_rank = {rank: evidence.gradient_samples(rank, number) for rank in evidence.ranks}
     known_samples = {rank: samples for rank, samples in samples_by_rank.items() if samples is not None}
     if len(known_samples) < len(samples_by_rank) or not any(samples.backwards for samples in known_samples.values()):
         return None

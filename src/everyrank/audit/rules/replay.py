@@ -87,7 +87,7 @@ def check_replay(evidence: Evidence, findings: Findings) -> None:
 def _judge(evidence: Evidence, event: ReplayedUpdate, findings: Findings) -> _Verdict | None:
     """The verdict on an update; None, with a report, if its replay differs from what has run."""
     update, replayed = event.number, evidence.replayed(event.number)
-    by_rank = {rank: evidence.samples(rank, update) for rank in evidence.ranks}
+    by_rank = {rank: evidence.gradient_samples(rank, update) for rank in evidence.ranks}
     known_samples = [(rank, samples) for rank, samples in by_rank.items() if samples is not None]
     recorded_backwards = {
         f"{rank}.{micro}": gradient for rank, samples in known_samples for micro, gradient in samples.backwards.items()

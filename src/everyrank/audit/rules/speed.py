@@ -98,7 +98,7 @@ def _are_all_used(evidence: Evidence) -> bool:
     for update, steps in evidence.steps.items():
         if any(step.without_gradient for step in steps.values()):
             return False
-        for samples in (evidence.samples(rank, update) for rank in evidence.ranks):
+        for samples in (evidence.gradient_samples(rank, update) for rank in evidence.ranks):
             names = set(samples.steps) if samples is not None else set[str]()
             if samples is not None and any(names - set(gradients) for gradients in samples.backwards.values()):
                 return False

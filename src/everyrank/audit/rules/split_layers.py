@@ -116,7 +116,7 @@ def _check_experts(evidence: Evidence, findings: Findings) -> None:
     if not evidence.sends_activations:
         return
     for num_updates, (update, steps) in enumerate(evidence.steps.items(), 1):
-        samples = [evidence.samples(rank, update) for rank in evidence.ranks]
+        samples = [evidence.gradient_samples(rank, update) for rank in evidence.ranks]
         losses = [_losses(evidence, rank, update) for rank in evidence.ranks]
         if not all(losses) or None in samples or _are_near([rank_losses[0].value for rank_losses in losses]):
             return  # all ranks compute the same loss

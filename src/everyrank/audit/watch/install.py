@@ -94,9 +94,9 @@ def install() -> None:
         FunctionMode(recorder, losses, pretend).__enter__()
         CollectiveMode(recorder, gradients).__enter__()
     if settings.replay:
-        recording = ReplayRecorder(recorder, losses, gradients)
-        install_replay_recording(recording)
-        end.replay = functools.partial(run_replay, recording)
+        replay_recorder = ReplayRecorder(recorder, losses, gradients)
+        install_replay_recording(replay_recorder)
+        end.replay = functools.partial(run_replay, replay_recorder)
     counts = {"devices": settings.devices, "replay": settings.replay}
     recorder.write(ProcessStart(pid=os.getpid(), sees_functions=settings.records_functions, **counts))
     end.at_exit()

@@ -37,7 +37,7 @@ class SequenceParts:
     is_whole: bool = False
 
     @property
-    def pieces(self) -> tuple[range, ...]:
+    def local_positions(self) -> tuple[range, ...]:
         """Return the positions of this rank in the whole sequence, as contiguous ranges in its order."""
         return _runs(self._positions()[self.index * self.length : (self.index + 1) * self.length])
 
