@@ -106,6 +106,7 @@ def test_training_resumes_without_a_lost_host_and_again_with_it(
     words = [*fork_server_command(python), *TRAIN, "--launcher", "torchrun", "--nodes", "3:4"]
     words += ["--rendezvous-kind", "c10d", "--rendezvous", f"{four_hosts.addresses[1]}:29660"]
     words += ["--processes", "4", "--restarts", "3", "--resume", "--out", "out"]
+    words += ["--timeout", "180"]  # a host that waits longer than that to be admitted would end the job of all
     started = [four_hosts.start(index, words, tmp_path) for index in range(4)]
 
     def begun() -> int:
