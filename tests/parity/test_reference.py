@@ -67,7 +67,7 @@ def test_equal_to_a_reference_layout(ranks: Any, reference: str, texts: list[str
             assert parity.max_relative_difference <= 1e-10
             assert parity.reference == reference
             assert parity.scope is not None
-            assert parity.scope.endswith(f"beside {reference}")
+            assert parity.scope.endswith(f"compared with {reference}")
 
 
 @pytest.mark.parametrize(
