@@ -60,6 +60,7 @@ def test_event_is_equal_after_json() -> None:
 def test_event_without_its_folder_is_no_error(tmp_path: Path) -> None:
     """A process of the script may outlive the audit, which removes its folder."""
     Recorder(Settings(str(tmp_path / "removed"))).write(events.Stopped())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_undeclared_field_is_an_error() -> None:

@@ -10,7 +10,7 @@ Source: McMahan et al., AISTATS 2017 (the weights); Yu, Jin and Yang, ICML 2019 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,25 +18,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from everyrank.errors import UnsupportedLayoutError, WorkloadError
 from everyrank.parallel.flat import flatten, write_back
-from everyrank.world import World
+from everyrank.world import SameValue, World
 
-__all__ = ["Averaging", "averaged_state"]
+__all__ = ["Averaging", "averaged_state", "check_same_state", "state_names"]
 
 
-def averaged_state(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors to average: floating-point parameters, buffers and optimizer state.
+def averaged_state(model: nn.Module, optimizer: Optimizer | None = None) -> list[Tensor]:
+    """Return the tensors to average: floating-point parameters, buffers and, with `optimizer`, its state.
 
     Scalars of the optimizer such as Adam's `step` are not averaged.
     """
-    state: list[Any] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer_state: dict[str, Any] = optimizer.state.get(parameter, {})
-            state += [optimizer_state[key] for key in sorted(optimizer_state) if not _is_number(optimizer_state[key])]
+    states = _states(optimizer) if optimizer is not None else []
+    state = [each[key] for each in states for key in sorted(each) if not _is_number(each[key])]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     values = [*trained, *model.buffers(), *state]
     return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+
+
+def _states(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the optimizer's state of each parameter, in order."""
+    return [optimizer.state.get(parameter, {}) for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _is_number(value: Any) -> bool:
@@ -45,8 +48,35 @@ def _is_number(value: Any) -> bool:
 
 def _numbers(optimizer: Optimizer) -> list[Tensor]:
     """Return the scalar state of the optimizer for each parameter."""
-    states = [optimizer.state.get(parameter, {}) for group in optimizer.param_groups for parameter in group["params"]]
-    return [state[key] for state in states for key in sorted(state) if _is_number(state[key])]
+    return [state[key] for state in _states(optimizer) for key in sorted(state) if _is_number(state[key])]
+
+
+def check_same_state(names_by_rank: Mapping[int, Sequence[str]], is_everywhere: bool = True) -> None:
+    """Raise `WorkloadError` if some replica has not stepped a parameter yet: different tensors would be averaged.
+
+    names_by_rank   the `state_names` of each rank
+    is_everywhere   all ranks raise, so the error is an `UnsupportedLayoutError`
+    """
+    all_names = [name for names in names_by_rank.values() for name in names if name]
+    for name in all_names:
+        without = [str(rank) for rank, names in names_by_rank.items() if name not in names]
+        if without:
+            raise (UnsupportedLayoutError if is_everywhere else WorkloadError)(
+                f"layout local_sgd: the optimizer's {name} does not exist on rank {without[0]}, where this parameter "
+                "has not been in a loss with terms yet; use ddp:find_unused=true, or an optimizer without state"
+            )
+
+
+def state_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Return the names of the tensors in the optimizer's state, for example `exp_avg of head.weight`."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [
+        f"{key} of {names[parameter]}"
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    ]
 
 
 class Averaging:
@@ -61,6 +91,7 @@ class Averaging:
         self.model, self.optimizer, self.every, self.world = model, optimizer, every, world
         self.num_updates = 0
         self.num_terms = torch.zeros((), dtype=torch.float64, device=world.device)
+        self.state_names = SameValue(world)
 
     @property
     def are_equal(self) -> bool:
@@ -83,7 +114,9 @@ class Averaging:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average the replicas in place. A collective."""
+        """Average the replicas in place. A collective. Raises `WorkloadError` for replicas with different state."""
+        values, is_everywhere = self.state_names.differences("\n".join(state_names(self.model, self.optimizer)))
+        check_same_state({rank: values[rank].split("\n") for rank in sorted(values)}, is_everywhere)
         state, numbers = averaged_state(self.model, self.optimizer), _numbers(self.optimizer)
         _average(state, self.num_terms, self.world, numbers)
         # rank 0 broadcasts integer state: step counts of the optimizer, batch counts of batch norm

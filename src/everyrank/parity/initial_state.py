@@ -31,7 +31,7 @@ from everyrank.parallel.mesh import full_tensor, local_tensor
 from everyrank.parallel.parallelize import broadcast_from_rank_0
 from everyrank.parity.case import ParityCase
 from everyrank.world import World
-from everyrank.world.collectives import all_gather, fingerprint
+from everyrank.world.collectives import all_gather, fingerprints_by_rank
 
 __all__ = ["StateChanges", "changes_by_parallelize", "name_list"]
 
@@ -209,8 +209,8 @@ def _compare_copies(changes: StateChanges, known: Mapping[str, Tensor], code: Cu
     """Record tensors whose replicas differ between ranks. A collective."""
     if not known:
         return
-    local_fingerprints = torch.stack([fingerprint(local_tensor(tensor)) for tensor in known.values()])
-    rows = torch.stack(all_gather(local_fingerprints, world)).reshape(*code.axes.values(), len(known))
+    rows = torch.stack(fingerprints_by_rank(map(local_tensor, known.values()), world))
+    rows = rows.reshape(*code.axes.values(), len(known))
     for index, (name, tensor) in enumerate(known.items()):
         for dim, axis in enumerate(code.axes):
             column = rows[..., index]

@@ -24,7 +24,7 @@ from everyrank.parity.rows import row_values
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import changed
 from everyrank.world import World, group_of_one, on_rank_0, single_process_world
-from everyrank.world.collectives import all_equal, all_gather, fingerprint, sum_over_ranks
+from everyrank.world.collectives import all_equal, fingerprints_by_rank, sum_over_ranks
 
 __all__ = ["Trace", "distance", "finite_change", "trace", "trace_on_its_ranks"]
 
@@ -173,8 +173,7 @@ def _unequal_replicas(prepared: Prepared) -> list[str]:
     """Return the names of the replicated tensors that are not identical on all ranks. A collective."""
     model, tensors = prepared.model, prepared.replicated_tensors
     names = {id(tensor): clean_name(name) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    local_fingerprints = torch.stack([fingerprint(tensor) for tensor in local_tensors(tensors)])
-    rows = torch.stack(all_gather(local_fingerprints, prepared.world))
+    rows = torch.stack(fingerprints_by_rank(local_tensors(tensors), prepared.world))
     is_unequal = (rows != rows[0]).any(0).tolist()
     return [names[id(t)] for t, differs in zip(tensors, is_unequal, strict=True) if differs and id(t) in names]
 

@@ -18,13 +18,12 @@ saved when replicas are equal: at the first average after one is due.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from everyrank.data import Batch
-from everyrank.errors import UnsupportedLayoutError, WorkloadError
+from everyrank.errors import UnsupportedLayoutError
 from everyrank.layout import Layout
 from everyrank.layout.options import LocalSGDOptions
 from everyrank.parallel.full_state import replicated_state_dict
@@ -35,9 +34,9 @@ from everyrank.parallel.trainable import Trainable, make_trainable
 from everyrank.strategies import Prepared
 from everyrank.strategies.step import forward_backward, make_predict
 from everyrank.workload import Workload
-from everyrank.world import SameValue, World
+from everyrank.world import World
 
-__all__ = ["check_same_state", "check_trains_alone", "local_update", "prepare", "state_names"]
+__all__ = ["check_trains_alone", "local_update", "prepare"]
 
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
@@ -47,7 +46,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     parallel = parallelize(workload, layout, mesh, local_statistics=True)
     model = parallel.model
     trainable = make_trainable(workload, layout, model)
-    averaging = _CheckedAveraging(model, trainable.optimizer, layout.read(LocalSGDOptions).every, world)
+    averaging = Averaging(model, trainable.optimizer, layout.read(LocalSGDOptions).every, world)
     trainable.on_restore.append(averaging.reset_counts)
 
     def step(batches: Sequence[Batch]) -> Tensor:
@@ -76,48 +75,6 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         num_micro_batches=layout.accumulate,
         averaging=averaging,
     )
-
-
-class _CheckedAveraging(Averaging):
-    """Averages replicas whose optimizers have state for the same parameters."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, every: int, world: World) -> None:
-        super().__init__(model, optimizer, every, world)
-        self.state = SameValue(world)
-
-    def average(self) -> None:
-        """Average the replicas in place. A collective. Raises `WorkloadError` for replicas with different state."""
-        values, is_everywhere = self.state.differences("\n".join(state_names(self.model, self.optimizer)))
-        check_same_state({rank: values[rank].split("\n") for rank in sorted(values)}, is_everywhere)
-        super().average()
-
-
-def check_same_state(names_by_rank: Mapping[int, Sequence[str]], is_everywhere: bool = True) -> None:
-    """Raise `WorkloadError` if some replica has not stepped a parameter yet: different tensors would be averaged.
-
-    names_by_rank   the `state_names` of each rank
-    is_everywhere   all ranks raise, so the error is an `UnsupportedLayoutError`
-    """
-    all_names = [name for names in names_by_rank.values() for name in names if name]
-    for name in all_names:
-        without = [str(rank) for rank, names in names_by_rank.items() if name not in names]
-        if without:
-            raise (UnsupportedLayoutError if is_everywhere else WorkloadError)(
-                f"layout local_sgd: the optimizer's {name} does not exist on rank {without[0]}, where this parameter "
-                "has not been in a loss with terms yet; use ddp:find_unused=true, or an optimizer without state"
-            )
-
-
-def state_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the names of the tensors in the optimizer's state, for example `exp_avg of head.weight`."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return [
-        f"{key} of {names[parameter]}"
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    ]
 
 
 def local_update(trainable: Trainable, local: Tensor, batches: Sequence[Batch]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from everyrank.strategies import Prepared
-from everyrank.world.collectives import all_gather, fingerprint
+from everyrank.world.collectives import fingerprints_by_rank
 
 __all__ = ["different_buffers"]
 
@@ -31,6 +31,6 @@ def different_buffers(prepared: Prepared) -> list[str]:
     }
     if not buffers:
         return []
-    rows = all_gather(torch.stack([fingerprint(buffer) for buffer in buffers.values()]), world)
-    is_different = (torch.stack(rows) != rows[0]).any(0).tolist()
+    rows = torch.stack(fingerprints_by_rank(buffers.values(), world))
+    is_different = (rows != rows[0]).any(0).tolist()
     return [name for name, different in zip(buffers, is_different, strict=True) if different]

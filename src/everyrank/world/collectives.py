@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,15 @@ from torch import Tensor
 
 from everyrank.world.world import World
 
-__all__ = ["all_equal", "all_gather", "all_gather_json", "broadcast_value", "fingerprint", "sum_over_ranks"]
+__all__ = [
+    "all_equal",
+    "all_gather",
+    "all_gather_json",
+    "broadcast_value",
+    "fingerprint",
+    "fingerprints_by_rank",
+    "sum_over_ranks",
+]
 
 _CHUNK_BYTES = 1 << 20  # bytes of a tensor that `fingerprint` converts to int64 at once
 
@@ -105,9 +113,14 @@ def all_equal(tensors: list[Tensor], world: World) -> bool:
     """Return whether `tensors` are bitwise identical on all ranks. A collective."""
     if world.group is None or world.size == 1:
         return True
-    sums = [fingerprint(tensor) for tensor in tensors]
-    rows = all_gather(torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64), world)
+    rows = fingerprints_by_rank(tensors, world)
     return all(torch.equal(row, rows[0]) for row in rows)
+
+
+def fingerprints_by_rank(tensors: Iterable[Tensor], world: World) -> list[Tensor]:
+    """Return the fingerprints of every rank's `tensors` as a list by rank. A collective."""
+    fingerprints = [fingerprint(tensor) for tensor in tensors]
+    return all_gather(torch.stack(fingerprints) if fingerprints else torch.zeros(0, dtype=torch.int64), world)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

@@ -11,12 +11,12 @@ from torch import Tensor
 from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.layout.options import LocalSGDOptions
-from everyrank.parallel.local_sgd import averaged_state
+from everyrank.parallel.local_sgd import averaged_state, check_same_state, state_names
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.parallelize import parallelize
 from everyrank.parallel.trainable import Trainable, make_trainable
 from everyrank.strategies import Prepared
-from everyrank.strategies.local_sgd import check_same_state, check_trains_alone, local_update, state_names
+from everyrank.strategies.local_sgd import check_trains_alone, local_update
 from everyrank.strategies.simulated.ranks import batches_of_ranks, in_one_process, rank_gradients
 from everyrank.workload import Workload
 from everyrank.world import World
@@ -45,26 +45,19 @@ class _Replicas:
         `has_state`: also that of the optimizer's state. Raises `WorkloadError` for replicas with different state.
         """
         trainable, sums = self.trainable, list[Tensor]()
+        optimizer = trainable.optimizer if has_state else None
         names: dict[int, list[str]] = {}
         for rank, (snapshot, weight) in enumerate(zip(self.snapshots, self.terms, strict=True)):
             trainable.load_snapshot(snapshot)
             if has_state:
                 names[rank] = state_names(trainable.model, trainable.optimizer)
                 check_same_state(names)
-            state = self._tensors(has_state)
+            state = averaged_state(trainable.model, optimizer)
             parts = [tensor * (weight / sum(self.terms)) for tensor in state]
             sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
         trainable.load_snapshot(self.snapshots[0])  # with the state that is not averaged
-        for tensor, mean in zip(self._tensors(has_state), sums, strict=True):
+        for tensor, mean in zip(averaged_state(trainable.model, optimizer), sums, strict=True):
             tensor.copy_(mean)
-
-    def _tensors(self, has_state: bool) -> list[Tensor]:
-        """Return the tensors to average of the replica that is loaded; `has_state`: also the optimizer's."""
-        model = self.trainable.model
-        if has_state:
-            return averaged_state(model, self.trainable.optimizer)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return [tensor for tensor in (*trained, *model.buffers()) if tensor.is_floating_point()]
 
 
 def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
