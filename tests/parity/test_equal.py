@@ -226,7 +226,7 @@ class ExpertsModel(nn.Module):
 
 def error_of_experts(world: World, layout: str, is_by_rank: bool) -> str:
     """Make two updates, and return the error."""
-    workload = zoo.workload("frozen", model=functools.partial(ExpertsModel, is_by_rank), global_batch=8)
+    workload = zoo.workload("frozen", "adamw", model=functools.partial(ExpertsModel, is_by_rank), global_batch=8)
     try:
         list(run_updates(prepare(workload, parse_layout(layout), world), zoo.Points(23), all_updates(2, 2)))
     except UnsupportedLayoutError as error:
@@ -234,13 +234,25 @@ def error_of_experts(world: World, layout: str, is_by_rank: bool) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(("layout", "count"), [("fsdp", 2), ("pipeline:replicate=2", 4)])
-def test_gradients_of_different_parameters_are_not_added_up(ranks: Any, layout: str, count: int) -> None:
-    """The collectives would have equal sizes. Parameters that no rank uses in an update are no error."""
+@pytest.mark.parametrize(
+    ("layout", "count", "expected_text"),
+    [
+        ("fsdp", 2, "has a gradient on rank"),
+        ("pipeline:replicate=2", 4, "has a gradient on rank"),
+        ("local_sgd", 2, "does not exist on rank"),
+    ],
+)
+def test_gradients_of_different_parameters_are_not_added_up(
+    ranks: Any, layout: str, count: int, expected_text: str
+) -> None:
+    """The collectives would have equal sizes. Parameters that no rank uses in an update are no error.
+
+    `local_sgd` would average the state that the optimizer has for different parameters.
+    """
     assert ranks(count, error_of_experts, layout, False) == ["no error"] * count
     for text in ranks(count, error_of_experts, layout, True):
         assert "experts" in text
-        assert "has a gradient on rank" in text
+        assert expected_text in text
 
 
 def test_sparse_gradients_are_equal_or_refused(ranks: Any) -> None:
