@@ -276,6 +276,7 @@ class Forward(Event):
     num_batch_norms     number of batch-norm layers of any class
     syncs               whether the backward will reduce gradients, because it is not inside no_sync
     noise               random draws of this step that are inputs of the model
+    is_in_closure       whether a closure of the optimizer's step calls the model, as for LBFGS
     """
 
     line: str
@@ -291,6 +292,7 @@ class Forward(Event):
     num_batch_norms: int
     syncs: bool
     noise: list[RandomDraw]
+    is_in_closure: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

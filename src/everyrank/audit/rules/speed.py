@@ -42,6 +42,8 @@ def _check_syncs(evidence: Evidence, findings: Findings) -> None:
             event
             for event in evidence.of(rank, Forward)
             if event.update == update and event.is_grad and event.wrapper == "DistributedDataParallel"
+            # each evaluation of a line search needs the gradient of all ranks
+            and not event.is_in_closure
         ]
         micros = {event.micro for event in forwards}
         num_needless = len({event.micro for event in forwards if event.syncs}) - 1

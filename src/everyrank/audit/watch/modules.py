@@ -87,6 +87,7 @@ class Modules:
                 num_batch_norms=sum(isinstance(m, _BATCH_NORMS) for m in root.modules()),
                 syncs=bool(getattr(module, "require_backward_grad_sync", True)),
                 noise=self.losses.noise.enter_forward((args, kwargs), num_samples, shapes) if is_grad else [],
+                is_in_closure=self.gradients.is_in_closure,
             )
             uninitialised = self._uninitialised(root) if is_grad and self.to_empty_line else []
         if is_grad:
