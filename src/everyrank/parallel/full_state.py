@@ -65,11 +65,17 @@ def without_advice() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def quiet_logger(name: str, level: int) -> Generator[None]:
-    """Let a logger of torch's print only messages of at least this level."""
+    """Let a logger of torch's print only messages of at least this level.
+
+    By a filter, because `setLevel` also clears the caches of all loggers, of which torch has hundreds.
+    """
     logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(level)
+
+    def is_severe(record: logging.LogRecord) -> bool:
+        return record.levelno >= level
+
+    logger.addFilter(is_severe)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.removeFilter(is_severe)

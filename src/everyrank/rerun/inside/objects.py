@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,10 @@ _SPREAD = ("var", "std", "sigma", "m2", "square")
 
 def user_objects() -> list[Any]:
     """Objects of the user's classes that are reachable from variables of the running functions."""
-    queue = [value for frame in user_frames() for value in list(frame.f_locals.values())]
+    queue = deque(value for frame in user_frames() for value in list(frame.f_locals.values()))
     objects, seen = list[Any](), set[int]()
     while queue and len(seen) < _MAX_VISITED:
-        value = queue.pop(0)
+        value = queue.popleft()
         if id(value) in seen or isinstance(value, type | torch.Tensor | str | int | float):
             continue
         seen.add(id(value))
@@ -52,11 +52,10 @@ def running_statistics(objects: list[Any]) -> Iterator[tuple[str, Any, list[str]
             **getattr(instance, "__dict__", {}),
             **(dict(instance.named_buffers(recurse=False)) if isinstance(instance, nn.Module) else {}),
         }
+        if not _have_statistics(values):  # most objects; their values need not be converted
+            continue
         tensors = {name: tensor for name, value in values.items() if (tensor := _as_tensor(value)) is not None}
-        if not all(
-            any(name_part in name.lower() for name in tensors for name_part in name_parts)
-            for name_parts in (_CENTER, _SPREAD)
-        ):
+        if not _have_statistics(tensors):
             continue
         counts[user_class.__name__] += 1
         title = (
@@ -67,6 +66,14 @@ def running_statistics(objects: list[Any]) -> Iterator[tuple[str, Any, list[str]
         for name, tensor in tensors.items():
             if any(name_part in name.lower() for name_part in (*_CENTER, *_SPREAD)):
                 yield f"{title}.{name}", tensor, [_file(user_class), user_class.__name__, name]
+
+
+def _have_statistics(names: Iterable[str]) -> bool:
+    """Whether one name is that of a mean, and one that of a variance or the like."""
+    lower_names = [name.lower() for name in names]
+    return all(
+        any(name_part in name for name in lower_names for name_part in name_parts) for name_parts in (_CENTER, _SPREAD)
+    )
 
 
 def _as_tensor(value: Any) -> Any:
