@@ -14,6 +14,8 @@ import fake_cuda
 from everyrank.layout import STRATEGIES, parse_layout
 from forkserver import ForkServer
 
+pytestmark = pytest.mark.integration
+
 # (workload, layout, rank, ranks) -> maximum number of operators in an update. Most are the model's: compare with
 # `single`. Versions of torch differ by a few. The CPU wheel gives the counts of a CUDA build (fake_cuda.py).
 BUDGETS: dict[tuple[str, str, int, int], int] = {

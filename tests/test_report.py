@@ -513,6 +513,7 @@ def test_page_begins_with_the_fastest_layout(report: Callable[..., Report]) -> N
     assert "No layout was verified here." in report([timed("tensor", NOT_VERIFIED, 7, **no_measurements)]).html
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="how wide the page is was not verified: needs chromium")
 @pytest.mark.parametrize("width", [420, 1100])
 def test_page_needs_no_horizontal_scrolling(report: Callable[..., Report], tmp_path: Path, width: int) -> None:

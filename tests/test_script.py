@@ -183,7 +183,7 @@ def test_launch_explains_a_hang(cli: Cli, tmp_path: Path) -> None:
     assert running.remaining_processes() == {}
 
 
-@pytest.mark.parametrize("how", ["watch", "import"])
+@pytest.mark.parametrize("how", ["watch", pytest.param("import", marks=pytest.mark.integration)])
 def test_hang_is_explained_under_torchrun(cli: Cli, train: Path, tmp_path: Path, how: str) -> None:
     """`everyrank watch` and `import everyrank.watch` work under torchrun. SIGUSR2 also prints the explanation."""
     if how == "watch":

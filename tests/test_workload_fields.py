@@ -304,6 +304,7 @@ def test_unsupported_optimizer_or_schedule_is_refused(cli: Cli, tmp_path: Path, 
     assert "Traceback" not in process.err
 
 
+@pytest.mark.integration
 def test_ema_evaluation_is_equal_under_every_layout(ranks: Any) -> None:
     """The averaged weights are evaluated under every layout. Without averaging, the loss differs."""
     for eval_losses in ranks(2, ema_eval_losses):
@@ -392,6 +393,7 @@ def workload(fails=False):
 """
 
 
+@pytest.mark.integration
 def test_on_epoch_runs_once_and_can_predict(cli: Cli, tmp_path: Path) -> None:
     """on_epoch runs once an epoch, on rank 0. It can predict even if no rank has the whole model."""
     (tmp_path / "watched.py").write_text(WATCHED)

@@ -230,12 +230,14 @@ class DropoutModel(nn.Module):
         return self.head(self.head_dropout(values))
 
 
-def expert_decoder(count: int = 4, top_k: int = 2) -> Decoder:
-    """Return a decoder with two blocks, each a mixture of experts.
+def expert_decoder(count: int = 4, top_k: int = 2, num_blocks: int = 2) -> Decoder:
+    """Return a decoder whose blocks are mixtures of experts.
 
     Its router weights are large, so that some experts get few tokens.
     """
-    model = Decoder(DecoderShape(2, 4, width=16, hidden=24, vocabulary=12, tied=True, experts=count, top_k=top_k))
+    model = Decoder(
+        DecoderShape(num_blocks, 4, width=16, hidden=24, vocabulary=12, tied=True, experts=count, top_k=top_k)
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("router.weight"):

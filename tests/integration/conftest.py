@@ -48,7 +48,7 @@ FOLDER_PARTS = {"recipes": "recipes", "parity": "layouts", "checkpoint": "layout
 # references. Tests in the folders of FOLDER_PARTS share trained models.
 ONE_WORKER_FILES = (
     *("test_site", "test_wheel", "test_causal_lm", "test_port_libraries", "test_port_mistakes"),
-    *("test_mutations_model_parallel", "test_mutations_experts", "test_saving_meshes"),
+    *("test_mutations_model_parallel", "test_mutations_experts", "test_saving_meshes", "test_cuda_steps"),
 )
 ONE_WORKER_PARTS = ("slurm", "ray", "hosts", "benches")  # their tests share a cluster, or measure time
 

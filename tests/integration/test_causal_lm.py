@@ -64,7 +64,7 @@ def check_all(world: World, family: str, tied: bool, layouts: list[str]) -> list
     """Return parity and losses of each layout. Runs in the ranks."""
     workload = find_workload("causal-lm", family=family, tied=tied, num_blocks=2, width=32, batch=8)
     data = open_data(workload, world)
-    case = parity_case(workload, *data, steps=6)
+    case = parity_case(workload, *data, steps=4)
     return [check_layout(case, parse_layout(text), world, f"causal-lm/{family}/{tied}/{text}") for text in layouts]
 
 

@@ -306,7 +306,7 @@ def check(ranks: Any, tmp_path: Path) -> Any:
 
     def call(count: int, *layouts: str, **changes: Any) -> list[Any]:
         custom_layouts = [f"{path}:{layout}" for layout in (layouts if count <= 2 else in_float64(layouts))]
-        return ranks(count, check_all, f"own/{next(_COUNTER)}", custom_layouts, {"steps": 6, **changes})[0]
+        return ranks(count, check_all, f"own/{next(_COUNTER)}", custom_layouts, {"steps": 4, **changes})[0]
 
     return call
 

@@ -41,7 +41,9 @@ def _check_syncs(evidence: Evidence, findings: Findings) -> None:
         forwards = [
             event
             for event in evidence.of(rank, Forward)
-            if event.update == update and event.is_grad and event.wrapper == "DistributedDataParallel"
+            if event.update == update
+            and event.is_grad
+            and event.wrapper == "DistributedDataParallel"
             # each evaluation of a line search needs the gradient of all ranks
             and not event.is_in_closure
         ]
