@@ -258,7 +258,8 @@ from everyrank.builtin import Decoder, DecoderShape
 
 def workload():
     shape = DecoderShape(num_blocks=4, num_heads=4, width=32, hidden=64)
-    return dataclasses.replace(find_workload("text"), model=lambda: Decoder(shape), global_batch=8, eval_data=None, metrics={})
+    changes = {"model": lambda: Decoder(shape), "global_batch": 8, "eval_data": None, "metrics": {}}
+    return dataclasses.replace(find_workload("text"), **changes)
 """
 
 
