@@ -14,8 +14,6 @@ import fake_cuda
 from everyrank.layout import STRATEGIES, parse_layout
 from forkserver import ForkServer
 
-pytestmark = pytest.mark.integration
-
 # (workload, layout, rank, ranks) -> maximum number of operators in an update. Most are the model's: compare with
 # `single`. Versions of torch differ by a few. The CPU wheel gives the counts of a CUDA build (fake_cuda.py).
 BUDGETS: dict[tuple[str, str, int, int], int] = {
@@ -84,6 +82,7 @@ def row_of(report: dict[str, Any], case: tuple[str, str, int, int]) -> dict[str,
     return row
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", BUDGETS, ids=lambda case: "-".join(map(str, case)))
 def test_update_has_no_unexpected_host_synchronization(report: dict[str, Any], case: tuple[str, str, int, int]) -> None:
     """The host waits for the device only as often as EXPECTED_WAITS allows, and copies no more often than that."""
@@ -93,6 +92,7 @@ def test_update_has_no_unexpected_host_synchronization(report: dict[str, Any], c
     assert sum(row["copies"].values()) <= num_waits, row["copies"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", BUDGETS, ids=lambda case: "-".join(map(str, case)))
 def test_number_of_operators_is_within_budget(report: dict[str, Any], case: tuple[str, str, int, int]) -> None:
     """It is at least 80% of the budget, so that budgets stay tight."""
@@ -105,6 +105,7 @@ def _most_frequent(operators: dict[str, int]) -> str:
     return f"{sum(operators.values())} operators: " + "; ".join(f"{count} x {name}" for name, count in rows)
 
 
+@pytest.mark.integration
 def test_fake_device_counts_synchronizations_and_copies(report: dict[str, Any]) -> None:
     """The values are [waits, copies] of operations whose behavior is known."""
     assert report["seen"] == {
@@ -122,6 +123,7 @@ def test_fake_device_counts_synchronizations_and_copies(report: dict[str, Any]) 
     }
 
 
+@pytest.mark.integration
 def test_clipping_of_a_model_on_two_devices(report: dict[str, Any]) -> None:
     """The model is on two devices (devices=2). One norm covers both, and each device gets the scaling factor."""
     assert report["two devices"] == ""
