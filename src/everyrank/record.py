@@ -61,7 +61,8 @@ class Parity:
     reason                    why it was not verified
     checks                    each comparison with its result
     reference                 the layout that replaced `single` as the reference; None: `single` itself
-    not_compared              tensors that could not be put together from the ranks (a custom parallelize function)
+    not_compared              tensors that could not be put together from the ranks (a custom parallelize function), and
+                              values in the model's state that are no tensors
     """
 
     status: str

@@ -255,6 +255,23 @@ def test_gradients_of_different_parameters_are_not_added_up(
         assert expected_text in text
 
 
+class HasExtraState(zoo.FrozenModel):
+    """A FrozenModel with a value in its state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"version": 3}
+
+
+def test_values_that_are_no_tensors_are_not_compared(ranks: Any) -> None:
+    layouts = ["ddp", "zero1", "fsdp", "local_sgd"]
+    results = parities(ranks, 2, "frozen", "sgd", layouts, model=HasExtraState)
+    assert_equal(layouts, results)
+    assert [parity.not_compared for parity in results] == [["_extra_state"]] * len(layouts)
+
+
 def test_sparse_gradients_are_equal_or_refused(ranks: Any) -> None:
     """Layouts that do not reduce gradients train sparse embeddings. Other layouts refuse and name the fix."""
     layouts = ["single", "local_sgd", "ddp", "fsdp"]

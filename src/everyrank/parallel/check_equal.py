@@ -22,7 +22,7 @@ from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
 from everyrank.errors import UnsupportedLayoutError
 from everyrank.parallel.fsdp import reshard
-from everyrank.parallel.full_state import without_advice
+from everyrank.parallel.full_state import state_tensors, without_advice
 from everyrank.parallel.init_model import init_model, on_meta
 from everyrank.parallel.mesh import full_tensor
 from everyrank.parallel.parallelize import ParallelModel, call_model
@@ -123,7 +123,7 @@ def _unsplit_model(parallel: ParallelModel) -> tuple[nn.Module, contextlib.Abstr
     if parallel.is_meta:
         return model, GatherOnUse(model, parallel.model)
     parts = parallel.model.state_dict()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in state_tensors(model).items():
         with without_advice():
             tensor.copy_(full_tensor(parts[name]))  # one at a time, to avoid a second copy of all tensors
     return model, contextlib.nullcontext()

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from everyrank.errors import UnsupportedLayoutError, WorkloadError, describe, is_user_code
 from everyrank.layout import CustomParallelize
 from everyrank.parallel.custom_precision import without_mixed_precision
-from everyrank.parallel.full_state import quiet_logger, without_advice
+from everyrank.parallel.full_state import quiet_logger, state_tensors, without_advice
 from everyrank.parallel.mesh import full_tensor, local_tensor, make_device_mesh
 from everyrank.world import World
 
@@ -123,7 +123,7 @@ def gatherable_tensors(model: nn.Module, shapes: Mapping[str, torch.Size]) -> di
     is whole. A plain tensor of a different shape is a part at an unknown position, and is left out.
     """
     built = {clean_name(name): name for name in shapes}
-    named = {built.get(clean_name(name), ""): tensor for name, tensor in model.state_dict().items()}
+    named = {built.get(clean_name(name), ""): tensor for name, tensor in state_tensors(model).items()}
     return {name: named[name] for name, shape in shapes.items() if name in named and named[name].shape == shape}
 
 

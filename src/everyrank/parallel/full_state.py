@@ -16,14 +16,19 @@ from everyrank.parallel.parallelize import ParallelModel
 from everyrank.parallel.pipeline.blocks import RemoteBlock
 from everyrank.parallel.pipeline.stage import Stages
 
-__all__ = ["full_state_dict", "quiet_logger", "replicated_state_dict", "without_advice"]
+__all__ = ["full_state_dict", "quiet_logger", "replicated_state_dict", "state_tensors", "without_advice"]
+
+
+def state_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model's state dict. What a `get_extra_state` returns may be any other value."""
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
 def replicated_state_dict(model: nn.Module, rank: int) -> dict[str, Tensor]:
     """Return the state of a replicated model: on rank 0's CPU, {} elsewhere."""
     if rank != 0:
         return {}
-    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in state_tensors(model).items()}
 
 
 def full_state_dict(parallel: ParallelModel, stages: Stages | None = None) -> dict[str, Tensor]:
@@ -37,7 +42,7 @@ def full_state_dict(parallel: ParallelModel, stages: Stages | None = None) -> di
     keep = file_backed if parallel.is_meta else _on_cpu
     result: dict[str, Tensor] = {}
     sends = stages is not None and rank != 0 and mesh.is_first("replicate", "shard", "context", "tensor")
-    for name, tensor in model.state_dict().items():
+    for name, tensor in state_tensors(model).items():
         with without_advice():
             whole = full_tensor(tensor)
         if rank == 0:

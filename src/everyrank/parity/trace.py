@@ -44,7 +44,8 @@ class Trace:
     states      the tensors before the first update and after each one, if they are kept; on rank 0
     rows        for each update, and then for each batch of the evaluation: a value for each sample that this rank
                 computed on, if they are recorded (see rows.py)
-    not_compared   tensors that cannot be gathered, and are not in `finals` (custom parallelize functions)
+    not_compared   what is not in `finals`: tensors that cannot be gathered (custom parallelize functions), and values
+                   in the model's state that are no tensors
     unequal_replicas   names of the replicated tensors that are not identical on all ranks
     """
 
@@ -86,7 +87,8 @@ def trace(
     snapshot = prepared.trainable.snapshot() if len(segments) > 1 else {}
     buffer_shapes = _buffer_shapes(prepared.model)
     states = [initial] if keep else []
-    result = Trace([], [], {}, [], True, states=states, rows=rows, not_compared=tuple(prepared.not_compared))
+    not_compared = (*prepared.not_compared, *_values_without_tensors(prepared.model))
+    result = Trace([], [], {}, [], True, states=states, rows=rows, not_compared=not_compared)
     shares: list[Tensor] = []
     largest: dict[str, Tensor] = {}
     unequal_replicas: list[str] = []
@@ -167,6 +169,11 @@ def _jittered(model: nn.Module, step: float, seed: int) -> nn.Module:
 
 def _buffer_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {clean_name(name): tuple(buffer.shape) for name, buffer in model.named_buffers()}
+
+
+def _values_without_tensors(model: nn.Module) -> list[str]:
+    """Return the names of values in a model's state dict that are no tensors, such as a dict of `get_extra_state`."""
+    return [clean_name(name) for name, value in model.state_dict().items() if not isinstance(value, Tensor)]
 
 
 def _unequal_replicas(prepared: Prepared) -> list[str]:

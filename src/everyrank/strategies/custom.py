@@ -38,6 +38,7 @@ from everyrank.parallel.custom import (
     whole_state,
 )
 from everyrank.parallel.fsdp import reshard_after
+from everyrank.parallel.full_state import state_tensors
 from everyrank.parallel.init_model import init_model
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.micro_batch import MicroBatchState
@@ -57,7 +58,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     contract, device_mesh, mesh = code.contract, custom_device_mesh(code, world), open_mesh(layout, world)
     original, _ = init_model(workload, layout, world)
     broadcast_from_rank_0(original, world)
-    shapes, kind = {name: tensor.shape for name, tensor in original.state_dict().items()}, type(original)
+    shapes, kind = {name: tensor.shape for name, tensor in state_tensors(original).items()}, type(original)
     dropout, dropout_contexts = set_up_exact_dropout(changed(workload, tensor_plan=None), layout, mesh, original)
     wrapped = call_parallelize(code, original, device_mesh, world)
     model = unwrapped(wrapped)
