@@ -168,6 +168,8 @@ def test_machine_file_is_written_and_read(tmp_path: Path) -> None:
     [
         ("--decoder 8b", "a workload"),
         ("digits --gpus 8xh100", "leave --gpus out"),
+        ("digits --per-node 4", "leave --per-node out"),
+        ("digits --link 100Gb", "leave --link out"),
         ("digits --backend gloo --layout ddp", "ddp on gloo"),
         ("digits --layout local_sgd", "local_sgd on shm"),
     ],
@@ -192,6 +194,18 @@ def test_plan_of_a_workload_uses_the_machine_file(tmp_path: Path, capsys: pytest
     assert row["step_seconds"] == pytest.approx(sum(row["parts"].values()))
     assert row["parts"]["links"] > 0
     assert "an update" in capsys.readouterr().out
+
+
+def test_plan_with_the_machine_file_and_less_memory(tmp_path: Path) -> None:
+    """--memory replaces the memory of this host."""
+    machine_path, plan_path = tmp_path / "machine.json", tmp_path / "plan.json"
+    machine_path.write_text(write_machine(machine()))
+    args = ["plan", "digits", "--layout", "ddp", "--calibration", str(machine_path), "--json", str(plan_path)]
+    verdicts: list[str] = []
+    for memory in ([], ["--memory", "1MB"]):
+        assert main([*args, *memory]) == 0
+        verdicts.append(json.loads(plan_path.read_text())["layouts"][0]["verdict"])
+    assert verdicts == ["fits", "does not fit"]
 
 
 def test_gpu_time_and_host_time_overlap() -> None:

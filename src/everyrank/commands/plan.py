@@ -259,15 +259,17 @@ def _plan_on_machine(args: argparse.Namespace, machine: Machine) -> dict[str, An
         raise UsageError(
             f"--calibration {args.calibration}: a measured machine needs a workload; give a built-in name or FILE.py"
         )
-    if args.gpus is not None or args.write_calibration is not None:
-        flag = "--gpus" if args.gpus is not None else "--write-calibration"
-        raise UsageError(
-            f"{flag}: {args.calibration} is for {machine.ranks} ranks of {machine.device}; leave {flag} out"
-        )
-    from everyrank.plan.hardware import host_cluster
+    measured_values = {"--gpus": args.gpus, "--per-node": args.per_node, "--link": args.link}
+    for flag, value in {**measured_values, "--write-calibration": args.write_calibration}.items():
+        if value is not None:
+            raise UsageError(
+                f"{flag}: {args.calibration} is for {machine.ranks} ranks of {machine.device}; leave {flag} out"
+            )
+    from everyrank.plan.hardware import host_cluster, parse_bytes
 
+    memory = parse_bytes(args.memory, "--memory") if args.memory is not None else None
     backend = args.link_backend or next(iter(machine.links))
-    return _plan_workload(args, host_cluster(machine.device, machine.ranks), (machine, backend))
+    return _plan_workload(args, host_cluster(machine.device, machine.ranks, memory), (machine, backend))
 
 
 def _positive(value: float | None, flag: str) -> float | None:

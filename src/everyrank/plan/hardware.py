@@ -396,15 +396,16 @@ def parse_link(text: str) -> Link:
     return Link(12e-6, 0.96 * rate, text.strip())
 
 
-def host_cluster(device: str, ranks: int) -> Cluster:
-    """Return this host as a cluster with one rank per device.
+def host_cluster(device: str, ranks: int, memory: float | None = None) -> Cluster:
+    """Return this host as a cluster with one rank per device, each with `memory` bytes (default: what it has).
 
     For a CPU only the memory is real. The other numbers are placeholders.
     """
     if device != "cpu":
         gpu = find_gpu(device)
+        gpu = replace(gpu, memory=memory or gpu.memory)
         return Cluster(gpu, ranks, ranks, gpu.links_of_node(ranks), gpu.across)
-    memory = host_memory_bytes() / ranks
+    memory = memory or host_memory_bytes() / ranks
     link = Link(0.0, 1.0, "measured")
     return Cluster(
         Gpu("cpu", memory, 1.0, 1.0, 0.0, 1.0, 1.0, 1, 0.0, link, link, "this host"), ranks, ranks, link, link
