@@ -151,8 +151,8 @@ def kind_named(name: str) -> type[EveryrankError]:
     return _KINDS.get(name, RankFailedError)
 
 
-LOCATION_PATTERN = r"\S+:\d+ in \S+: "
-"""Regular expression of the location in the result of `describe`."""
+LOCATION_PATTERN = r"[^:\s][^:\n]*:\d+ in \S+: "
+"""Regular expression of the location in the result of `describe`. The name of the file may have spaces."""
 
 
 def describe(error: BaseException) -> str:

@@ -83,6 +83,7 @@ def test_verdict_names_the_collective_first() -> None:
         ("a.py:3 in f: TimeoutError: the compile server timed out", False, False, False),
         ("compile.py:3 in f: TimeoutError: the server timed out", False, False, False),
         ("update 1: nccl.py:3 in shm: TimeoutError: the server timed out", False, False, False),
+        ("update 1: my gloo test.py:3 in f: TimeoutError: the server timed out", False, False, False),
         ("gloo.py:3 in f: ConnectionResetError: [Errno 104] Connection reset by peer", False, False, False),
         ("a.py:3 in f: RuntimeError: [enforce fail at alloc_cpu.cpp:127] can't allocate memory", False, False, False),
         ("a.py:3 in f: RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos", False, False, False),
