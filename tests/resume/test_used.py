@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 
+from everyrank.checkpoint.weights import export
 from everyrank.cli import main
-from everyrank.errors import EveryrankError
+from everyrank.errors import EveryrankError, UsageError
 from everyrank.record import read_records
-from everyrank.runs import checkpoints_of
+from everyrank.runs import checkpoints_of, find_checkpoint
 from everyrank.train.trackers import open_tracker
 from processes import Cli, only_error_line, refusal_message
 from resuming import WIDTH_ARGS, WORKLOAD, logged_updates, read_csv
@@ -191,6 +192,15 @@ class Hostile:
 
     def __reduce__(self) -> Any:
         return os.system, (f"touch {self.marker}",)
+
+
+def test_export_names_a_path_that_cannot_be_written(digits: tuple[Path, str], tmp_path: Path) -> None:
+    """The folder of the first is a file. The name of the second is too long, with the suffix of a partial file."""
+    (tmp_path / "file").write_text("")
+    checkpoint = find_checkpoint(digits[0])
+    for path in (tmp_path / "file" / "w.pt", tmp_path / f"{'w' * 250}.pt"):
+        with pytest.raises(UsageError, match="cannot be written"):
+            export(checkpoint, path)
 
 
 def test_invalid_weight_files_are_refused(cli: Cli, digits: tuple[Path, str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import warnings
@@ -69,7 +70,8 @@ def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
         reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
         raise UsageError(f"{path}: cannot be written ({reason}); give another path") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it would hide the error above, which has the same cause
+            partial.unlink(missing_ok=True)
     return state
 
 
