@@ -267,12 +267,17 @@ def _compile_nothing(self: Any, *_args: Any, **_kwargs: Any) -> None:
 
 
 def _skip_compile(recorder: Recorder) -> None:
-    """Replace torch.compile by a function that compiles nothing, because compiled functions cannot be recorded."""
+    """Replace torch.compile by a function that compiles nothing, because compiled functions cannot be recorded.
+
+    A model has the attribute `_orig_mod`, as a compiled one has.
+    """
     compile_model: Any = torch.compile
 
     @functools.wraps(compile_model)
     def uncompiled(model: Any = None, *_args: Any, **_kwargs: Any) -> Any:
         recorder.write(Altered(message=f"torch.compile at {user_line()} was skipped"))
+        if isinstance(model, torch.nn.Module):
+            model.__dict__["_orig_mod"] = model
         return model if model is not None else (lambda function: function)
 
     torch.compile = uncompiled
