@@ -317,6 +317,25 @@ def test_files_of_a_workload_may_begin_with_a_byte_order_mark(tmp_path: Path) ->
     assert _redirect_imports(path, {}, "task") == "from layers import WIDTH\n"
 
 
+def test_imports_in_functions_and_beside_other_statements_are_replaced(tmp_path: Path) -> None:
+    """What else is in the line of an import stays, and so does its indentation."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def workload():\n"
+        "    import everyrank\n"
+        "    return everyrank.Workload(name='größe')\n"
+        "GRÖSSE = 'é'; from everyrank import (\n"
+        "    Workload,\n"
+        "); STEPS = 3  # the length\n"
+    )
+    assert _redirect_imports(path, {}, "task") == (
+        "def workload():\n"
+        "    from task import Workload\n"
+        "    return Workload(name='größe')\n"
+        "GRÖSSE = 'é'; from task import Workload; STEPS = 3  # the length\n"
+    )
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("arguments", [("digits", "zero1", "--epochs", 1), ("text", "tensor", "--steps", 2)], ids=str)
 def test_ejected_built_in_workloads_train(arguments: tuple[Any, ...], tmp_path: Path, cli: Cli) -> None:

@@ -160,12 +160,12 @@ def _redirect_imports(file: Path, names_by_module: dict[str, list[str]], task: s
     """Redirect the imports of everyrank in a user's file to `task`, and record them in `wanted`."""
     text = file.read_text(encoding="utf-8-sig")
     tree = ast.parse(text)
-    changes: list[tuple[int, int, str]] = []
+    changes: list[tuple[ast.stmt, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "everyrank" for alias in node.names):
             names = _used_attributes(file, tree, node)
             names_by_module.setdefault(_PUBLIC_NAMES["Workload"], []).extend(names)
-            changes.append((node.lineno, node.end_lineno or node.lineno, f"from {task} import {', '.join(names)}"))
+            changes.append((node, f"from {task} import {', '.join(names)}"))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "everyrank":
             imported_names = [alias.name + (f" as {alias.asname}" if alias.asname else "") for alias in node.names]
             for alias in node.names:
@@ -175,15 +175,19 @@ def _redirect_imports(file: Path, names_by_module: dict[str, list[str]], task: s
                 if not module:
                     raise _unsupported_name(file, node.lineno, alias.name)
                 names_by_module.setdefault(module, []).append(alias.name)
-            indent = " " * node.col_offset
-            changes.append(
-                (node.lineno, node.end_lineno or node.lineno, f"{indent}from {task} import {', '.join(imported_names)}")
-            )
-    lines = text.splitlines()
-    for first_line, last_line, line in sorted(changes, reverse=True):
-        lines[first_line - 1 : last_line] = [line]
-    text = "\n".join(lines) + "\n"
+            changes.append((node, f"from {task} import {', '.join(imported_names)}"))
+    text = _replace_statements(text, changes)
     return text.replace("everyrank.Workload", "Workload") if changes else text
+
+
+def _replace_statements(text: str, changes: list[tuple[ast.stmt, str]]) -> str:
+    """Replace statements; what else is in their lines stays. The text ends with a newline."""
+    lines = [line.encode() for line in text.removesuffix("\n").split("\n")]  # ast counts columns in bytes
+    for node, replacement in sorted(changes, key=lambda change: (change[0].lineno, change[0].col_offset), reverse=True):
+        last_line = node.end_lineno or node.lineno
+        before, after = lines[node.lineno - 1][: node.col_offset], lines[last_line - 1][node.end_col_offset :]
+        lines[node.lineno - 1 : last_line] = [before + replacement.encode() + after]
+    return b"\n".join(lines).decode() + "\n"
 
 
 def _used_attributes(file: Path, tree: ast.Module, node: ast.Import) -> list[str]:
