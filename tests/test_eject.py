@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from everyrank.eject.sources import _data_beside, _imported_files, _redirect_imports
+from everyrank.eject.sources import _data_beside, _imported_files, _redirect_imports, workload_class
 from processes import Cli, only_error_line, refusal_message
 
 RUFF = Path(sys.executable).with_name("ruff")
@@ -315,6 +315,13 @@ def test_files_of_a_workload_may_begin_with_a_byte_order_mark(tmp_path: Path) ->
     assert [file.name for file in files] == ["layers.py", "workload.py"]
     assert [file.name for file in _data_beside(files)[0]] == ["widths.csv"]
     assert _redirect_imports(path, {}, "task") == "from layers import WIDTH\n"
+
+
+def test_class_of_workloads_has_the_fields_that_are_given_by_position() -> None:
+    namespace: dict[str, Any] = {}
+    exec(workload_class(["Workload('mine', model, data, loss, optimizer, 16, evaluation, steps=3)"]), namespace)
+    workload = namespace["Workload"]("mine", 1, 2, 3, 4, 16, "evaluation", steps=3)
+    assert (workload.eval_data, workload.steps, workload.metrics) == ("evaluation", 3, {})
 
 
 def test_imports_in_functions_and_beside_other_statements_are_replaced(tmp_path: Path) -> None:

@@ -234,13 +234,12 @@ def _data_beside(files: list[Path]) -> tuple[list[Path], list[Path]]:
 def workload_class(texts: list[str]) -> str:
     """Return the source of class Workload: a dataclass with the fields that these texts use."""
     all_fields = {field.name: field for field in dataclasses.fields(Workload)}
-    used_fields = {
-        keyword.arg
-        for text in texts
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call)
-        for keyword in node.keywords
-    }
+    calls = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    used_fields = {keyword.arg for call in calls for keyword in call.keywords}
+    for call in calls:  # fields that are given by position, and those before them
+        if ast.unparse(call.func).rpartition(".")[2] == "Workload":
+            has_star = any(isinstance(argument, ast.Starred) for argument in call.args)
+            used_fields |= set(all_fields if has_star else list(all_fields)[: len(call.args)])
     required = [name for name, field in all_fields.items() if _is_required(field)]
     lines = [
         "from collections.abc import Callable, Mapping",
