@@ -48,6 +48,8 @@ FILE_OPERATIONS = {
         import io
         io.FileIO("kept.txt", "w").write(b"raw"); assert open("kept.txt").read() == "raw"
         assert isinstance(open("kept.txt", "rb").raw, io.FileIO)
+        try: io.FileIO("folder/inner.txt", "x"); raise SystemExit("it is there")
+        except FileExistsError: pass
     """,
     "remove": """
         os.remove("kept.txt"); assert not os.path.exists("kept.txt") and "kept.txt" not in os.listdir(".")
@@ -62,6 +64,25 @@ FILE_OPERATIONS = {
         Path("folder/added.txt").write_text("added"); os.rename("folder", "other")
         assert Path("other/inner.txt").read_text() == "inner" and Path("other/added.txt").read_text() == "added"
         assert not Path("folder").exists() and Path("other/deep/deeper.txt").read_text() == "deeper"
+    """,
+    "rename a file over an empty folder": """
+        os.mkdir("empty")
+        try: os.rename("kept.txt", "empty"); raise SystemExit("it is a folder")
+        except IsADirectoryError: pass
+        assert Path("kept.txt").exists() and os.path.isdir("empty")
+    """,
+    "move a folder from another disk": """
+        import tempfile
+        made = tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        Path(made, "x").write_text("x"); shutil.move(made, "moved")
+        assert Path("moved/x").read_text() == "x" and not os.path.exists(made)
+    """,
+    "parent of the target of a symlink": """
+        os.symlink("folder/deep", "down"); Path("down/../inner.txt").write_text("up")
+        assert Path("folder/inner.txt").read_text() == "up" and not Path("inner.txt").exists()
+    """,
+    "list the root folder": """
+        Path("new.txt").touch(); assert {e.path for e in os.scandir("/")} == {f"/{name}" for name in os.listdir("/")}
     """,
     "makedirs": """
         os.makedirs("a/b/c"); os.makedirs("a/b/c", exist_ok=True); Path("a/b/c/x").touch()

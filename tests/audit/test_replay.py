@@ -178,7 +178,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         [(".mean(-1))", ".mean(-1)) + gathered(inputs.mean())"), ("class Network", SUM_AND_GATHER)],
         "",
         NO_FINDING,
-        "in its forward; as one batch: the model or the loss calls a collective",
+        "in its forward, and a replay as one batch fails: the model or the loss calls a collective",
     ),
     "dropout": (
         [("self.norm(self.before(inputs))", "F.dropout(self.norm(self.before(inputs)), 0.3, self.training)")],

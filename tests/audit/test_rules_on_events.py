@@ -57,8 +57,9 @@ def found(
     *events_by_rank: Sequence[Event],
     output: str = "",
     folder: Path = Path(),
+    with_notes: bool = False,
 ) -> dict[str, str]:
-    """Return the findings of a rule above NOTE: their names and texts."""
+    """Return the findings of a rule: their names and texts. Those of level NOTE only `with_notes`."""
     ranks = range(len(events_by_rank))
     run = ScriptRun(folder, len(ranks), "finished", (0,) * len(ranks), (output,) * len(ranks), 1.0)
     numbered = {
@@ -67,7 +68,7 @@ def found(
     }
     findings = Findings()
     rule(Evidence(run, list(ranks), numbered), findings)
-    return {finding.rule: finding.text for finding in findings if finding.level != "NOTE"}
+    return {finding.rule: finding.text for finding in findings if with_notes or finding.level != "NOTE"}
 
 
 def evaluation(*hits_and_sizes: tuple[int, int]) -> list[Event]:
@@ -281,6 +282,19 @@ def test_parameters_that_only_another_rank_uses_are_unused(tmp_path: Path) -> No
             arrays |= {f"step {name}": gradient for name in ("trunk", "head")}
             np.savez(tmp_path / f"rank{rank}.update0.npz", **arrays)
         assert list(found(check_speed, [wrap, step()], [wrap, step()], folder=tmp_path)) == rules
+
+
+@pytest.mark.parametrize(("workers", "rules"), [(0, ["loader.starves"]), (2, [])])
+def test_loader_of_the_training_is_judged(workers: int, rules: list[str]) -> None:
+    """Another loader without workers is read once before the training, for example for the mean of the data."""
+    other = [event(LoaderEpoch, loader=0, line="/train.py:3"), event(LoaderBatch, loader=0, number=1)]
+    events: list[Event] = [*other, event(LoaderEpoch, loader=1, line="/train.py:9", workers=workers)]
+    for update in range(9):
+        events += [
+            event(LoaderBatch, loader=1, number=update + 2, update=update, seconds=0.9),
+            event(OptimizerStep, update=update, time=float(update)),
+        ]
+    assert list(found(check_speed, events, with_notes=True)) == rules
 
 
 def test_norms_of_the_same_call_are_compared() -> None:

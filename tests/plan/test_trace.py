@@ -65,6 +65,31 @@ def test_ddp_all_reduces_and_zero1_broadcasts() -> None:
     assert zero1_step.collectives()["broadcast_"] == 8
 
 
+def test_rank_with_the_most_optimizer_state_is_traced() -> None:
+    """Rank 0 owns 500 elements, and rank 1 owns 400 and 300."""
+
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ParameterList(nn.Parameter(torch.zeros(100 * count)) for count in (5, 4, 3))
+
+        def forward(self, values: Tensor) -> Tensor:
+            return values * sum(part.sum() for part in self.parts)
+
+    workload = Workload(
+        name="three",
+        model=Three,
+        train_data=lambda: [(torch.ones(4), torch.ones(4))] * 16,
+        loss=lambda output, target: ((output - target).square().sum(), target.numel()),
+        optimizer=lambda model: torch.optim.Adam(model.parameters()),
+        global_batch=8,
+    )
+    sample = first_sample(workload)
+    zero1 = trace_layout(workload, parse_layout("zero1"), 2, sample)
+    assert zero1.rank == 1
+    assert zero1.categories["optimizer"] >= 2 * 4 * 700
+
+
 def test_compression_of_gradients_is_traced() -> None:
     """PowerSGD keeps an error of the size of each matrix. Gradients in 16 bits are half as large on the way."""
     workload = decoder(num_blocks=1, batch=8)
@@ -420,7 +445,7 @@ def test_note_names_what_a_prediction_lacks() -> None:
     plain, float64, compiled = answer_workload(workload, "w", "w.py", parse_cluster("1xh100"), layouts)["layouts"]
     assert "step_seconds" in plain
     assert "step_seconds" not in float64
-    assert "no time, because the table of GPUs has no rates of float64" in float64["note"]
+    assert "because the table of GPUs has no rates of float64" in float64["note"]
     assert compiled["note"] == "traced whole; without torch.compile"
 
 

@@ -387,6 +387,7 @@ def test_only_a_division_by_the_backward_passes_is_removed(
         ("args: object = get_args()", False),
         ("width = outer()", False),
         ("class Config:\n    lr = get_args().lr", False),
+        ("class Config(get_args().base):\n    pass", False),
         ("def train(args=get_args()):\n    pass", False),
         ("def train():\n    return get_args()", True),
         ("parser: object = argparse.ArgumentParser()", False),
@@ -413,6 +414,13 @@ if __name__ == "__main__":
     main()
 """
     assert is_importable(ScriptSource(text), Path("train.py"), []) is expected
+
+
+@pytest.mark.parametrize(("line", "expected"), [(2, True), (3, False), (5, True)])
+def test_training_between_two_guards_runs_when_imported(line: int, expected: bool) -> None:
+    text = 'if __name__ == "__main__":\n    prepare()\nresult = train()\nif __name__ == "__main__":\n    report()\n'
+    event = SimpleNamespace(kind="backward", chain=[SimpleNamespace(span=(line, 0, line, 9))])
+    assert is_importable(ScriptSource(text), Path("train.py"), [event]) is expected  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

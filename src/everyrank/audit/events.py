@@ -647,18 +647,18 @@ class Save(Event):
 class ReplayedUpdate(Event):
     """Written on rank 0 for each update that was replayed. Its gradients are in a separate file.
 
-    number           number of the update
-    weights          weight of each backward, by "rank.micro"
-    is_weighted      whether the weights are those of the mean over all terms; otherwise these are not known
-    coupling         why the effect of batch norm could not be measured; "sends" if the model calls collectives
-    without_dropout  whether dropout was disabled to measure the effect of batch norm
-    sizes            number of samples of each backward
+    number              number of the update
+    weights             weight of each backward, by "rank.micro"
+    has_term_weights    whether the weights are those of the mean over all terms; otherwise these are not known
+    batch_norm_failure  why the effect of batch norm could not be measured; "sends" if the model calls collectives
+    without_dropout     whether dropout was disabled to measure the effect of batch norm
+    sizes               number of samples of each backward
     """
 
     number: int
     weights: dict[str, float]
-    is_weighted: bool
-    coupling: str
+    has_term_weights: bool
+    batch_norm_failure: str
     without_dropout: bool
     sizes: list[int]
 

@@ -25,9 +25,9 @@ class Finding:
     text         what is wrong, with numbers
     fix          what to write instead, in one line
     other_lines  other lines that contribute to the mistake
-    refuted_if_equal_to_one_rank  whether the finding is removed if one rank with all samples trains the same, because
-                                  this mistake would change the first update
-    variables    variables of the line that the finding is about; () for all
+    refuted_if_equal_to_one_rank  whether the finding is removed if one rank with all samples makes equal updates,
+                                  because this mistake would change the first update
+    variables    the variables in the line that `lines` traces back to other lines; () for all
     """
 
     level: str
@@ -110,7 +110,10 @@ class Findings(list[Finding]):
                 self[index] = dataclasses.replace(finding, level="WARN", text=f"{finding.text}; {reason}")
 
     def refute(self, *rules: str) -> None:
-        """Remove findings of these rules, and add the rules to `refuted`, so that the audit removes its own, too."""
+        """Remove findings of these rules, and add the rules to `refuted`.
+
+        `with_comparison` then removes the findings of these rules from the audit, too.
+        """
         self[:] = [finding for finding in self if finding.rule not in rules]
         self.refuted.update(rules)
 

@@ -1,8 +1,8 @@
 """The plan of a user's workload: the fullest rank of each layout, traced from the real code on fake tensors.
 
-If all blocks are equal, two depths are traced and extrapolated, because memory, operations and communication are linear
-in the number of blocks. For a model that fake tensors cannot run (shapes that depend on values), only the parameters
-are counted, and the verdict is never `fits`.
+If a model has more than 12 blocks and all are equal, two depths are traced and extrapolated, because memory, operations
+and communication are linear in the number of blocks. For a model that fake tensors cannot run (shapes that depend on
+values), only parameters, gradients and optimizer state are counted, and the verdict is never `fits`.
 
 Reserved memory is that of torch's caching allocator, replayed from the model's construction to the end of the second
 update.
@@ -28,8 +28,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
 from everyrank.layout import Layout, parse_layout
 from everyrank.layout.options import LocalSGDOptions, PipelineOptions
+from everyrank.parallel.init_model import on_meta
 from everyrank.parallel.parallelize import find_blocks
 from everyrank.parallel.state_memory import optimizer_tensors
+from everyrank.parallel.zero1 import assign_owners
 from everyrank.plan.caching_allocator import replay
 from everyrank.plan.calibration import Calibration, shipped_calibration
 from everyrank.plan.changes import smaller_layouts
@@ -44,7 +46,7 @@ __all__ = ["LayoutMemory", "Timing", "answer_workload", "time_layout", "trace_la
 _SAMPLES = 3  # to see whether they differ in size
 _TRACED_BLOCKS = 12  # with more equal blocks, two depths are traced and extrapolated
 _FRAGMENTATION = 1.10  # reserved / allocated bytes where the caching allocator is not replayed (CPU, or no trace)
-_BUILDING = 3  # sections of a trace before the second update
+_NUM_BUILD_SECTIONS = 3  # sections of a trace before the second update
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 # upper bound of reserved / replayed bytes; the largest measured on an H100 is 1.03 (docs/plan.md). Kernels need
 # temporary memory, and tensors are freed in a different order.
@@ -119,19 +121,20 @@ class Timing:
 def trace_layout(
     workload: Workload, layout: Layout, size: int, sample: Any, on_gpu: bool = False, timing: Timing | None = None
 ) -> LayoutMemory:
-    """Return the memory of the fullest rank. Raises `UsageError` for layouts that do not support the workload.
+    """Return the memory of the fullest rank; for a pipeline, of the fuller of the first and the last rank.
+
+    Raises `UsageError` for layouts that do not support the workload.
 
     `sample` is (input, target) of one collated sample; `on_gpu` as for `trace_step`; `timing` gives the seconds
     of a traced step by part, and those of the slowest rank are kept.
     """
     if layout.strategy == "dataparallel" and size > 1:
         raise UsageError(
-            f"--layout {layout}: plan cannot trace several devices of one process; give ddp, with one process a device"
+            f"--layout {layout}: plan cannot trace several devices of one process; use ddp (one process per device)"
         )
     size = 1 if layout.axis is None else size
-    is_pipeline = layout.strategy == "pipeline"
-    ranks = sorted({0, size - 1}) if is_pipeline else [0]
     try:
+        ranks = _ranks_to_trace(workload, layout, size)
         memory_by_rank = [_trace_rank(workload, layout, size, rank, sample, on_gpu, timing) for rank in ranks]
     except EveryrankError:
         raise
@@ -142,6 +145,19 @@ def trace_layout(
     slowest = max(memory_by_rank, key=lambda memory: sum(memory.seconds_by_part.values()))
     fullest = max(memory_by_rank, key=lambda memory: memory.allocated)
     return dataclasses.replace(fullest, seconds_by_part=slowest.seconds_by_part)
+
+
+def _ranks_to_trace(workload: Workload, layout: Layout, size: int) -> list[int]:
+    """Return the ranks of which one is the fullest. Under zero1 the ranks own different amounts of state."""
+    if layout.strategy == "pipeline":
+        return sorted({0, size - 1})
+    if layout.strategy != "zero1":
+        return [0]
+    trained = [parameter for parameter in on_meta(workload).parameters() if parameter.requires_grad]
+    owned_bytes = [0] * size
+    for parameter, owner in zip(trained, assign_owners(trained, size), strict=True):
+        owned_bytes[owner] += parameter.nbytes
+    return [owned_bytes.index(max(owned_bytes))]
 
 
 def time_layout(
@@ -174,7 +190,7 @@ def _trace_rank(
         step = trace_step(traced_workload, layout, size, rank, sample, on_gpu)
         memory = _memory_of(step, on_gpu, note + _not_traced(layout))
         if on_gpu and step.is_recurrent:
-            reason = "no time estimate, because a GPU runs an RNN as one fused kernel, which the trace does not show"
+            reason = "no roofline estimate, because on a GPU an RNN is one fused kernel, which the trace does not show"
             return dataclasses.replace(memory, note=f"{memory.note}; {reason}")
         # sums for now, which are extrapolated; `with_time` computes the parts from them
         return dataclasses.replace(memory, seconds_by_part=timing.sums(step)) if timing is not None else memory
@@ -196,11 +212,12 @@ def _trace_rank(
 
 def _not_traced(layout: Layout) -> str:
     """Return what a trace of this layout lacks, for its note."""
+    missing = ""
     if layout.strategy == "local_sgd" and (every := layout.read(LocalSGDOptions).every) > 1:
-        return f"; the average after each {every} updates is in the memory, but not in the time"
+        missing += f"; the average after each {every} updates is in the memory, but not in the time"
     if layout.precision == "float64":
-        return "; no time, because the table of GPUs has no rates of float64"
-    return "; without torch.compile" if layout.compile else ""
+        missing += "; no roofline estimate, because the table of GPUs has no rates of float64"
+    return missing + ("; without torch.compile" if layout.compile else "")
 
 
 def _extrapolated(shallow: LayoutMemory, deep: LayoutMemory, factor: float) -> LayoutMemory:
@@ -223,7 +240,7 @@ def _extrapolated(shallow: LayoutMemory, deep: LayoutMemory, factor: float) -> L
         for name in deep.collectives
     }
     peaks = tuple(map(extrapolate, shallow.peaks, deep.peaks))
-    update_peak = max(peaks[_BUILDING:])
+    update_peak = max(peaks[_NUM_BUILD_SECTIONS:])
     temporary = categories.get("temporary", 0.0) + update_peak - sum(categories.values())
     allocated = max(peaks)
     # Fragmentation of the allocator grows in steps, so a line through two depths may underestimate it.
@@ -232,7 +249,7 @@ def _extrapolated(shallow: LayoutMemory, deep: LayoutMemory, factor: float) -> L
         deep.rank,
         categories | {"temporary": temporary},
         allocated,
-        max(peaks[:_BUILDING]),
+        max(peaks[:_NUM_BUILD_SECTIONS]),
         max(extrapolate(shallow.reserved, deep.reserved), allocated * fragmentation[0]),
         max(extrapolate(shallow.expandable, deep.expandable), allocated * fragmentation[1]),
         extrapolate(shallow.flops, deep.flops),
@@ -253,7 +270,7 @@ def _memory_of(step: TracedStep, on_gpu: bool, note: str) -> LayoutMemory:
     if on_gpu:
         replayed = replay(step.events, step.ends)
         peaks, reserved = replayed.peaks, float(replayed.reserved)
-        categories["rounding"] = float(max(peaks[_BUILDING:]) - step.peak_bytes)
+        categories["rounding"] = float(max(peaks[_NUM_BUILD_SECTIONS:]) - step.peak_bytes)
         expandable = float(replay(step.events, step.ends, expandable_segments=True).reserved)
     else:
         peaks = _live_peaks(step)
@@ -262,7 +279,7 @@ def _memory_of(step: TracedStep, on_gpu: bool, note: str) -> LayoutMemory:
         step.rank,
         categories,
         float(max(peaks)),
-        float(max(peaks[:_BUILDING])),
+        float(max(peaks[:_NUM_BUILD_SECTIONS])),
         reserved,
         expandable,
         float(step.flops),
@@ -282,7 +299,7 @@ def _live_peaks(step: TracedStep) -> tuple[int, ...]:
 
 
 def _depths(workload: Workload, layout: Layout, size: int) -> tuple[int, int, int] | None:
-    """Return (blocks, two smaller numbers of them to trace), or None for a model to trace whole."""
+    """Return (number of blocks, first and second number to trace), or None if the whole model has to be traced."""
     if workload.blocks is None:
         return None
     with FakeTensorMode(), warnings.catch_warnings():
@@ -306,7 +323,7 @@ def _depths(workload: Workload, layout: Layout, size: int) -> tuple[int, int, in
 
 
 def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what its memory depends on: a frozen parameter has no gradient and no optimizer state."""
+    """Return what the memory of a tensor depends on. A frozen parameter has no gradient and no optimizer state."""
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
@@ -336,13 +353,13 @@ def _memory_of_parameters(workload: Workload, layout: Layout, size: int, error: 
             warnings.simplefilter("ignore")
             model = workload.model()
             parameter_bytes, gradient_bytes = (
-                float(sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad or not only))
-                for only in (False, True)
+                float(sum(p.nbytes for p in model.parameters() if p.requires_grad or not trained_only))
+                for trained_only in (False, True)
             )
             optimizer_bytes = float(_optimizer_bytes(workload, model))
     except Exception:
         return LayoutMemory(
-            0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, False, f"{reason}; its parameters are also unknown"
+            0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, False, f"{reason}; the model's parameters are also unknown"
         )
     degrees = layout.mesh(size) if layout.axis else {}
     replicated_axes = ("replicate",) if layout.strategy == "fsdp" else ("replicate", "context")
@@ -460,7 +477,8 @@ def _roofline(layout: Layout, cluster: Cluster) -> Timing:
 def _seconds(memory: LayoutMemory, calibration: Calibration | None) -> dict[str, Any]:
     """Return the time entries of a row: seconds of an update and, with a calibration, their lower and upper bound.
 
-    A roofline is not fitted to a GPU or stack. Unknown names select the interval of predictions without fitted numbers.
+    A roofline is not fitted to a kind of GPU or a software stack. So `half_width` gets names that the calibration does
+    not have, and returns the half-width for predictions without fitted numbers.
     """
     if not memory.seconds_by_part:
         return {}
@@ -512,7 +530,8 @@ def _change(text: str, memory_of: Any, cluster: Cluster, workload_args: str, wor
                     "layout": str(changed),
                     "command": _command(str(changed), workload_args, cluster),
                 }
-    return {"what": "bf16, recompute, smaller micro-batches and fsdp are not enough; give more GPUs or a smaller model"}
+    what = "bf16, recompute, smaller micro-batches and fsdp, where possible, are not enough"
+    return {"what": f"{what}; give more GPUs or a smaller model"}
 
 
 def _command(layout: str, workload_args: str, cluster: Cluster) -> str:

@@ -1,6 +1,6 @@
 """`audit --replay`: runs the first updates again, in one process and float64, to get their exact gradient.
 
-state.py      the recorded backwards, and the model before an update, as they are saved
+state.py      data classes: the recorded backwards, and the model before an update
 recording.py  records the inputs of each forward, and the torch functions from its output to the loss
 run.py        runs the recorded updates again on rank 0 when the script has ended
 

@@ -31,16 +31,17 @@ from everyrank.audit.watch.recorder import tensors
 __all__ = ["run_replay", "term_weights"]
 
 _TIMEOUT_SECONDS = 60.0  # for the replay of all updates
-_WAIT_SECONDS = 15.0  # how long rank 0 waits for the other ranks to exit
+_WAIT_SECONDS = 15.0  # how long rank 0 waits for the other ranks to end their training
 _WEIGHT_TOLERANCE = 1e-6  # relative
 
 
 def run_replay(replay_recorder: ReplayRecorder) -> None:
     """Replay the recorded updates and write their gradients, if this process is rank 0."""
-    recorder, deadline = replay_recorder.recorder, time.monotonic() + _TIMEOUT_SECONDS
+    recorder = replay_recorder.recorder
     replay_recorder.is_over = True
     if replay_recorder.states:
         _wait_for_all(replay_recorder)
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     for update, state in sorted(replay_recorder.states.items()):
         if update >= recorder.update:
             break  # the script ended before optimizer.step() of this update
@@ -57,8 +58,8 @@ def run_replay(replay_recorder: ReplayRecorder) -> None:
             ReplayedUpdate(
                 number=update,
                 weights=weights,
-                is_weighted=replay.is_weighted,
-                coupling=replay.coupling,
+                has_term_weights=replay.has_term_weights,
+                batch_norm_failure=replay.batch_norm_failure,
                 without_dropout=replay.overrides.skips_dropout,
                 sizes=replay.sizes,
             )
@@ -68,7 +69,7 @@ def run_replay(replay_recorder: ReplayRecorder) -> None:
 def _wait_for_all(replay_recorder: ReplayRecorder) -> None:
     """Wait until the other ranks have ended, so that their files are complete, or until it takes too long."""
     deadline = time.monotonic() + _WAIT_SECONDS
-    paths = [replay_recorder.recorder.folder / f"done{rank}" for rank in range(replay_recorder.world_size)]
+    paths = [replay_recorder.recorder.folder / f"done{rank}" for rank in range(1, replay_recorder.world_size)]
     while not all(path.exists() for path in paths) and time.monotonic() < deadline:
         time.sleep(0.05)
 
@@ -80,13 +81,14 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ReplayError):
         return str(error)
     message = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return f"the model fails in float64 ({message[:200]})"
+    return f"the replay in float64 fails ({message[:200]})"
 
 
 def term_weights(backwards: Sequence[RecordedBackward]) -> list[float] | None:
     """The factors for the backwards that give each of all N loss terms the weight 1/N.
 
-    None if no loss was recorded, or if several losses need different factors.
+    None if no loss was recorded, if the terms of a loss are unknown, if the backwards have different losses, or if the
+    losses of a backward need different factors.
     """
     if len({tuple((loss.name, loss.line) for loss in backward.losses) for backward in backwards}) != 1:
         return None
@@ -146,8 +148,8 @@ class _Replay:
         weights = term_weights(self.backwards)
         self.weights = weights or [1 / len(self.backwards)] * len(self.backwards)
         # the script may give several losses any weights
-        self.is_weighted = weights is not None and len(self.backwards[0].losses) == 1
-        self.coupling = ""  # why the effect of batch norm could not be measured
+        self.has_term_weights = weights is not None and len(self.backwards[0].losses) == 1
+        self.batch_norm_failure = ""  # why the effect of batch norm could not be measured
         self.sizes = [num_rows(backward) for backward in self.backwards]
         self.overrides = LayerOverrides()
 
@@ -162,37 +164,37 @@ class _Replay:
         """
         arrays: dict[str, np.ndarray] = {}
         try:
-            each = self.each()
+            gradients = self.backward_gradients()
         except CollectiveCalledError:
-            self.coupling = "sends"
+            self.batch_norm_failure = "sends"
             try:
                 return self._named("merged", self.merged(None))
             except Exception as error:
                 raise ReplayError(
-                    f"the model calls a collective in its forward; as one batch: {_reason(error)}"
+                    f"the model calls a collective in its forward, and a replay as one batch fails: {_reason(error)}"
                 ) from error
-        for (rank, micro), gradient in zip(self.keys, each, strict=True):
+        for (rank, micro), gradient in zip(self.keys, gradients, strict=True):
             arrays |= self._named(f"backward.{rank}.{micro}", gradient)
-        total_gradient = self.weighted(each)
+        total_gradient = self.weighted(gradients)
         arrays |= self._named("whole", total_gradient)
         if self.overrides.num_norms and len(self.backwards) > 1:
             try:
-                arrays |= self._coupling(total_gradient)
+                arrays |= self._batch_norm_gradients(total_gradient)
             except Exception as error:
-                self.coupling = _reason(error)
+                self.batch_norm_failure = _reason(error)
         return arrays
 
-    def _coupling(self, total_gradient: dict[str, Any]) -> dict[str, np.ndarray]:
+    def _batch_norm_gradients(self, total_gradient: dict[str, Any]) -> dict[str, np.ndarray]:
         if self.overrides.has_drawn:
             self.overrides.skips_dropout = True
-            total_gradient = self.weighted(self.each())
+            total_gradient = self.weighted(self.backward_gradients())
         return {
             **self._named("merged", self.merged(None)),
             **self._named("merged_local_norm", self.merged(self.sizes)),
             **self._named("without_dropout", total_gradient),
         }
 
-    def each(self) -> list[dict[str, Any]]:
+    def backward_gradients(self) -> list[dict[str, Any]]:
         """The gradient of each backward in float64."""
         return [
             self.gradient(lambda model, backward=backward: self._loss_of(model, backward), False)
@@ -230,7 +232,7 @@ class _Replay:
         finally:
             self.overrides.segments = None
 
-    def gradient(self, loss_of: Callable[[Any], Any], is_whole: bool) -> dict[str, Any]:
+    def gradient(self, loss_of: Callable[[Any], Any], is_merged: bool) -> dict[str, Any]:
         """The gradient of `loss_of(model)`, by name.
 
         Backward runs inside functional_call, so that activation checkpointing recomputes with the same tensors.
@@ -245,7 +247,7 @@ class _Replay:
         def function(model: Any) -> None:
             torch.autograd.backward(loss_of(model))
 
-        size = 1 if is_whole else self.world_size
+        size = 1 if is_merged else self.world_size
         with fake_process_group(size), self.overrides:
             model_tensors = {f"model.{name}": value for name, value in copies.items()}
             torch.func.functional_call(holder, model_tensors, (function,))
@@ -288,7 +290,7 @@ def _follow(backward: RecordedBackward, outputs: Sequence[Any]) -> Any:
         if value.tensor_id not in known_tensors:
             raise ReplayError("the loss depends on a tensor that was not recorded as computed from the model's output")
         if known_tensors[value.tensor_id] is None:
-            raise ReplayError("the model returns no row for each sample (its loss is computed inside)")
+            raise ReplayError("the model's output has no dimension of samples (the model computes its loss itself)")
         return known_tensors[value.tensor_id]
 
     for call in backward.calls:
@@ -329,20 +331,20 @@ def merged_batch(inputs: Sequence[Any], sizes: list[int]) -> Any:
     """The inputs of several forwards as one batch. Tensors with a row for each sample are concatenated."""
     flattened = [tree_flatten(value) for value in inputs]
     if any(spec != flattened[0][1] for _, spec in flattened):
-        raise ReplayError("its forwards have different inputs")
+        raise ReplayError("the forwards of an update have arguments of different structure")
     merged: list[Any] = []
     for leaves in zip(*(values for values, _ in flattened), strict=True):
         if not isinstance(leaves[0], torch.Tensor):
             is_equal = all(leaf == leaves[0] for leaf in leaves)
         elif all(leaf.dim() and len(leaf) == size for leaf, size in zip(leaves, sizes, strict=True)):
             if len({leaf.shape[1:] for leaf in leaves}) > 1:
-                raise ReplayError("the inputs of its forwards have different shapes")
+                raise ReplayError("the forwards of an update have samples of different shapes")
             merged.append(torch.cat(list(leaves)))
             continue
         else:
             is_equal = all(leaf.shape == leaves[0].shape and torch.equal(leaf, leaves[0]) for leaf in leaves)
         if not is_equal:
-            raise ReplayError("inputs without a row for each sample are different in its forwards")
+            raise ReplayError("an input without a row for each sample differs between the forwards of an update")
         merged.append(leaves[0])
     return tree_unflatten(merged, flattened[0][1])
 
@@ -353,7 +355,7 @@ _COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "broadcast"),
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "reduce", "gather", "scatter", "barrier"),
     *("send", "recv", "isend", "irecv", "broadcast_object_list", "_all_gather_base"),
-    *("all_gather_single", "reduce_scatter_single", "gather_single"),  # torch 2.13, 2.13 and 2.14 have these
+    *("all_gather_single", "reduce_scatter_single", "gather_single"),  # since torch 2.13; the last since 2.14
 )
 
 
@@ -363,7 +365,7 @@ class CollectiveCalledError(Exception):
 
 @contextlib.contextmanager
 def _settings_restored(model: Any, state: ModelState) -> Generator[None]:
-    """Set modes, dtype and random state for the replay, and restore them afterwards."""
+    """Set train modes, default dtype and grad mode for the replay. Restore them and the random state afterwards."""
     modules = list(model.modules())
     settings_before = [module.training for module in modules], torch.get_default_dtype(), torch.is_grad_enabled()
     devices = [parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"][:1]
@@ -423,7 +425,7 @@ class _RaiseOnCollectives(TorchDispatchMode):
 def fake_process_group(size: int) -> Generator[None]:
     """Within the block, torch.distributed reports `size` ranks, and a collective raises an error.
 
-    With one rank, all_reduce does nothing.
+    With one rank, a synchronous all_reduce does nothing.
     """
 
     def raise_called(*_args: Any, **_kwargs: Any) -> Any:

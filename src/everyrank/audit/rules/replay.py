@@ -74,14 +74,14 @@ def check_replay(evidence: Evidence, findings: Findings) -> None:
         if verdict is None:
             break  # later updates would fail for the same reason
         judged.append((event, verdict))
-    for is_weighted in (True, False):
+    for has_term_weights in (True, False):
         _report_verdicts(
-            [verdict for event, verdict in judged if event.is_weighted == is_weighted],
-            is_weighted,
+            [verdict for event, verdict in judged if event.has_term_weights == has_term_weights],
+            has_term_weights,
             evidence,
             findings,
         )
-    _report_coupling(evidence, [event for event, _ in judged], findings)
+    _report_batch_norm(evidence, [event for event, _ in judged], findings)
 
 
 def _judge(evidence: Evidence, event: ReplayedUpdate, findings: Findings) -> _Verdict | None:
@@ -99,7 +99,7 @@ def _judge(evidence: Evidence, event: ReplayedUpdate, findings: Findings) -> _Ve
     if _differ_in_shape(*step_gradients, *recorded_backwards.values(), *replayed.values()):
         findings.add_unchecked(f"replay of update {update}: several models have parameters of the same names")
         return None
-    if event.coupling == "sends":
+    if event.batch_norm_failure == "sends":
         return _judge_as_one_batch(update, step_gradients, replayed["merged"], findings)
     rounding, total_gradient = 0.0, replayed["whole"]
     if not all(
@@ -158,21 +158,21 @@ def _compare(update: int, step_gradients: list[Gradient], total_gradient: Gradie
     return worst
 
 
-def _report_verdicts(verdicts: list[_Verdict], is_weighted: bool, evidence: Evidence, findings: Findings) -> None:
+def _report_verdicts(verdicts: list[_Verdict], has_term_weights: bool, evidence: Evidence, findings: Findings) -> None:
     """Add a line for all updates that are equal, and one for the first update that is not."""
     prefix = "in one process and float64: "
     rank_count = f"of {evidence.world_size} rank{'s' if evidence.world_size > 1 else ''}"
-    equal = [verdict for verdict in verdicts if (verdict.is_equal if is_weighted else verdict.is_multiple)]
+    equal = [verdict for verdict in verdicts if (verdict.is_equal if has_term_weights else verdict.is_multiple)]
     if equal:
-        distance = max(verdict.distance if is_weighted else verdict.residual for verdict in equal)
+        distance = max(verdict.distance if has_term_weights else verdict.residual for verdict in equal)
         text = f"the gradient is equal to {distance:.0e}"
         if distance > _USUAL_ROUNDING:
             cause = "see replicas.drift" if findings.has("replicas.drift") else "float32 rounding"
             text = f"the gradient is {distance:.0e} of its norm away, like each backward from its own replay ({cause})"
-        if not is_weighted:
+        if not has_term_weights:
             text = f"the gradient is a multiple, equal to {distance:.0e}: {_UNCOUNTED}"
         findings.replayed.append(f"{_updates([verdict.update for verdict in equal])} {rank_count} {prefix}{text}")
-    if is_weighted:
+    if has_term_weights:
         for verdict in [verdict for verdict in verdicts if not verdict.is_equal][:1]:
             _report_difference(verdict, f"update {verdict.update} {rank_count} {prefix}", evidence, findings)
     elif len(equal) < len(verdicts):
@@ -196,13 +196,13 @@ def _report_difference(verdict: _Verdict, prefix: str, evidence: Evidence, findi
         findings.add("WARN", "replay.differs", line, f"{prefix}{text}", fix)
 
 
-def _report_coupling(evidence: Evidence, events: list[ReplayedUpdate], findings: Findings) -> None:
+def _report_batch_norm(evidence: Evidence, events: list[ReplayedUpdate], findings: Findings) -> None:
     """Report how much the gradient changes because batch norm uses only some of an update's samples at a time."""
     distances: dict[int, float] = {}
     for event in events:
         replayed = evidence.replayed(event.number)
-        if event.coupling and event.coupling != "sends":
-            findings.add_unchecked(f"replay: the effect of batch norm: {event.coupling}")
+        if event.batch_norm_failure and event.batch_norm_failure != "sends":
+            findings.add_unchecked(f"replay: the effect of batch norm: {event.batch_norm_failure}")
         elif "merged" in replayed and "without_dropout" in replayed:
             merged, unmerged = replayed["merged"], replayed["without_dropout"]
             if _distance(replayed["merged_local_norm"], unmerged, unmerged) > _FLOAT64_TOLERANCE:

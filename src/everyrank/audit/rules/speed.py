@@ -1,4 +1,4 @@
-"""Finds unnecessary communication and waiting, which change no result."""
+"""Finds unnecessary communication and waiting, which change no result, and batch norms over local samples."""
 
 from __future__ import annotations
 
@@ -98,7 +98,10 @@ def _check_wrapping(evidence: Evidence, findings: Findings) -> None:
 
 
 def _are_all_used(evidence: Evidence) -> bool:
-    """Whether each backward of each rank gives all parameters a gradient. DDP gives them those of other ranks, too."""
+    """Whether each backward of each rank computes a gradient of every parameter.
+
+    `.grad` does not show it, because DDP also fills it with the gradients of other ranks.
+    """
     for update, steps in evidence.steps.items():
         if any(step.without_gradient for step in steps.values()):
             return False
@@ -128,22 +131,26 @@ def _check_buckets(evidence: Evidence, findings: Findings) -> None:
             "PERF",
             "ddp.buckets",
             wraps[0].line,
-            f"bucket_cap_mb={wraps[0].bucket_mb:g}: a backward sends {num_all_reduces:g} all-reduces of "
-            f"{size:,.0f} bytes instead of {num_needed}",
+            f"bucket_cap_mb={wraps[0].bucket_mb:g}: a backward sends {num_all_reduces:g} all-reduces instead of "
+            f"{num_needed}, of {size:,.0f} bytes each",
             "remove bucket_cap_mb (the default is 25)",
         )
 
 
 def _check_loader(evidence: Evidence, findings: Findings) -> None:
-    """Find steps that mostly wait for a loader without workers. The hooks lengthen only the rest of each step."""
+    """Find steps that mostly wait for a loader without workers.
+
+    Hooks lengthen both parts of a step: the dataset calls torch and opens files, too.
+    """
     rank = evidence.ranks[0]
     batches: dict[int, list[LoaderBatch]] = {}
     for event in evidence.of(rank, LoaderBatch):
         batches.setdefault(event.update, []).append(event)
-    wait_shares, wait_seconds = list[float](), list[float]()
+    wait_shares, wait_seconds, loaders = list[float](), list[float](), list[int]()
     for before, after in itertools.pairwise(evidence.of(rank, OptimizerStep)):
         step_batches = batches.get(after.update, [])
         if step_batches and after.update == before.update + 1 and all(batch.number > 1 for batch in step_batches):
+            loaders.append(step_batches[0].loader)
             wait_seconds.append(sum(batch.seconds for batch in step_batches))
             wait_shares.append(wait_seconds[-1] / max(after.time - before.time, 1e-9))
     if (
@@ -152,7 +159,7 @@ def _check_loader(evidence: Evidence, findings: Findings) -> None:
         or statistics.median(wait_shares) < _MIN_WAIT_SHARE
     ):
         return
-    number = next(iter(batches.values()))[0].loader
+    number = statistics.mode(loaders)
     loader = next((event for event in evidence.of(rank, LoaderEpoch) if event.loader == number), None)
     if loader is not None and loader.workers == 0:
         text = (

@@ -24,13 +24,13 @@ _ACCELERATORS = [
 
 
 def install_frameworks(recorder: Recorder) -> None:
-    """Patch Lightning in processes that a launcher has started as ranks."""
+    """Patch Lightning if there is no GPU and a launcher has started several ranks on this host."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if num_ranks > 1 and torch.cuda.device_count() == 0:
         for name in _ACCELERATORS:
-            after_import(name, functools.partial(_tell_devices, recorder, num_ranks))
+            after_import(name, functools.partial(_patch_device_count, recorder, num_ranks))
 
 
-def _tell_devices(recorder: Recorder, num_devices: int, module: Any) -> None:
+def _patch_device_count(recorder: Recorder, num_devices: int, module: Any) -> None:
     module.CPUAccelerator.auto_device_count = staticmethod(lambda: num_devices)
     recorder.write(Altered(message=f"no GPU found; Lightning counts {num_devices} CPUs as devices"))

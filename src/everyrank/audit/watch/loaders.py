@@ -45,7 +45,7 @@ from everyrank.audit.watch.source_location import is_user_class, user_line
 
 __all__ = ["Loaders", "install_loaders", "random_states"]
 
-_MAX_SAMPLES, _MAX_INDICES, _EXTRA_BATCHES, _REMAINDER = 2_000_000, 200_000, 8, 4
+_MAX_SAMPLES, _MAX_INDICES, _EXTRA_BATCHES, _MODULUS = 2_000_000, 200_000, 8, 4
 _READ_SECONDS = 0.3  # to read the samples of an epoch again
 _SEED, _OTHER_SEED = 1234567, 7654321
 _PLAIN_SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
@@ -85,7 +85,7 @@ class Loaders:
 
     def __init__(self, recorder: Recorder, finish: Callable[[], None]) -> None:
         self.recorder, self.finish = recorder, finish
-        self.made: Counter[str] = Counter()  # by line
+        self.num_loaders: Counter[str] = Counter()  # by line
         self.last_epoch: tuple[int, int] | None = None  # loader, epoch
         self.trained_epochs: dict[int, set[int]] = {}
         self.samplers: list[_Sampler] = []
@@ -118,7 +118,7 @@ class Loaders:
             sampler_class.__iter__ = iterating  # pyright: ignore[reportAttributeAccessIssue]
 
     def lost_sampler(self, loader: Any) -> list[str]:
-        """The sampler of an earlier loader of this dataset that was deleted before it was read."""
+        """Class and line of an earlier sampler of this dataset that was deleted before it was read; [] if none was."""
         for sampler_record in self.samplers:
             if (
                 sampler_record.sampler() is None
@@ -132,8 +132,8 @@ class Loaders:
         """An id made from the loader's line, so that ids agree on all ranks even if one rank has more loaders."""
         if "_audit_number" not in loader.__dict__:
             line = getattr(loader, "_audit_line", "")
-            loader.__dict__["_audit_number"] = zlib.crc32(f"{line} {self.made[line]}".encode())
-            self.made[line] += 1
+            loader.__dict__["_audit_number"] = zlib.crc32(f"{line} {self.num_loaders[line]}".encode())
+            self.num_loaders[line] += 1
         return loader.__dict__["_audit_number"]
 
     def backward(self) -> None:
@@ -146,11 +146,11 @@ class Loaders:
         batches = self.recorder.settings.batches
         if not batches or length <= batches + _EXTRA_BATCHES:
             return length
-        return batches + (length - batches) % _REMAINDER
+        return batches + (length - batches) % _MODULUS
 
     @harmless("an epoch of a loader")
     def begin_epoch(self, iterator: Any, loader: Any) -> None:
-        """Record the indices of an epoch, and shorten it."""
+        """Record the indices of an epoch, and shorten it. End the run if the loader has had enough training epochs."""
         if self.recorder.is_muted or getattr(iterator, "_audited", None) is iterator._sampler_iter:
             return
         number = self._number(loader)
@@ -161,7 +161,7 @@ class Loaders:
             indices = self._indices(iterator, loader, epoch)
         elif self.recorder.settings.batches:
             length = self._length_of_stream(loader)
-            # as len(loader) returns
+            # for a stream with a length, the number that the script gets from len(loader)
             iterator._audit["limit"] = self.shortened(length) if length else self.recorder.settings.batches + 4
         iterator._audited = iterator._sampler_iter
         sampler = loader.sampler
@@ -194,7 +194,7 @@ class Loaders:
         except Exception as error:  # an error of the sampler: raise it where the script expects it
             iterator._sampler_iter = _raise_when_read(error)
             raise
-        # the rest of a very long epoch is not read in advance; what follows may raise
+        # The rest of a very long epoch is not read in advance. The code below may raise, so this comes first.
         iterator._sampler_iter = itertools.chain(batches, iterator._sampler_iter)
         are_lists = bool(batches) and all(map(_has_size, batches))
         raw_indices = [index for batch in batches for index in _items(batch)] if are_lists else []
@@ -229,7 +229,7 @@ class Loaders:
 
     def _length_of_stream(self, loader: Any) -> int | None:
         """The number of batches of a loader without indices, if it has one."""
-        before = loader._IterableDataset_len_called  # torch warns of a wrong length only if the script asks for it
+        before = loader._IterableDataset_len_called  # torch warns of a wrong length only after a call of len(loader)
         with self.recorder.muted():
             length = _length(loader)
         loader._IterableDataset_len_called = before
@@ -315,8 +315,9 @@ def dataset_indices(dataset: Any, indices: list[Any]) -> list[Any]:
 
 
 def dataset_checksums(dataset: Any) -> _DatasetChecksums:
-    """Checksums of a Subset's indices, and of the first, the middle and the last sample of its dataset.
+    """Checksums that identify the data of a dataset, from the first, the middle and the last sample.
 
+    subset   checksum of the first 5,000 indices of the innermost Subset
     seeded   hash of these samples with a fixed seed, which is equal on ranks with the same data, even if augmented
     content  the same hash if it does not depend on the seed
     """
@@ -329,7 +330,7 @@ def dataset_checksums(dataset: Any) -> _DatasetChecksums:
     # a dataset may refuse to give a sample twice
     with contextlib.suppress(Exception), _restored_random_states(), restored_dataset(dataset):
         contents = [
-            "".join(_content(_seeded_sample(dataset, position, seed)).hexdigest() for position in positions)
+            "".join(_digest(_seeded_sample(dataset, position, seed)).hexdigest() for position in positions)
             for seed in (_SEED, _SEED, _OTHER_SEED)
         ]
         if contents[0] == contents[1]:  # otherwise the dataset has its own generator, or a counter
@@ -340,13 +341,13 @@ def dataset_checksums(dataset: Any) -> _DatasetChecksums:
 
 
 def sample_checksums(dataset: Any, indices: list[Any]) -> list[int]:
-    """A checksum of each of these samples, read with a fixed seed; [] if reading them takes too long."""
+    """A checksum of each of these samples, read with a fixed seed; [] if reading them fails or takes too long."""
     checksums: dict[Any, int] = {}
     end = time.monotonic() + _READ_SECONDS
     with contextlib.suppress(Exception), _restored_random_states(), restored_dataset(dataset):
         for index in indices[:_MAX_INDICES]:
             if index not in checksums:
-                digest = _content(_seeded_sample(dataset, index, _SEED)).digest()
+                digest = _digest(_seeded_sample(dataset, index, _SEED)).digest()
                 checksums[index] = int.from_bytes(digest[:6], "big")
             if time.monotonic() > end:
                 return []
@@ -371,7 +372,7 @@ def _seeded_sample(dataset: Any, index: Any, seed: int) -> Any:
     return dataset[index]
 
 
-def _content(value: Any) -> Any:
+def _digest(value: Any) -> Any:
     """A hash of all tensors and other values in a sample. Raises `TypeError` for an object whose value is unknown."""
     digest = hashlib.sha256()
     for leaf in all_leaves(value):
@@ -402,7 +403,7 @@ def install_loaders(recorder: Recorder, loaders: Loaders) -> None:
 
 
 def _record_lines() -> None:
-    """Record the lines that construct samplers and Subsets."""
+    """Record the lines that construct DistributedSamplers and Subsets."""
     kinds: tuple[Any, ...] = (DistributedSampler, Subset)
     for kind in kinds:
         init = kind.__init__

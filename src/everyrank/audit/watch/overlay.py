@@ -15,6 +15,7 @@ in C, C++ or Rust. Temporary folders, caches and devices are not redirected.
 from __future__ import annotations
 
 import builtins
+import errno
 import functools
 import io
 import os
@@ -78,7 +79,7 @@ class Overlay:
             name = os.fsdecode(path)
             if dir_fd is not None and not os.path.isabs(name):
                 name = os.path.join(self._path_of(dir_fd), name)
-            absolute = self.as_script_sees(os.path.normpath(os.path.join(self.working_folder(), name)))
+            absolute = self.as_script_sees(os.path.join(self.working_folder(), name))
             if "\0" in absolute or absolute.startswith(_SYSTEM_FOLDERS):  # /dev/stdout is a symlink to a file
                 return None, False
             absolute, is_created = self._without_links(absolute, follows)
@@ -148,13 +149,13 @@ class Overlay:
             return False
         if any((path + os.sep).startswith(folder) for folder in self.direct_folders[self.num_initial_direct :]):
             return True
-        if os.path.dirname(path) == self.start_folder or self._is_in_folder_of_script(path):
+        if os.path.dirname(path) == self.start_folder or self._is_in_created_folder(path):
             return False
         projects = [f for f in (self.start_folder, self.main_folder) if f and f + os.sep not in self.direct_folders]
         return not any((path + os.sep).startswith(folder + os.sep) for folder in projects)
 
-    def _is_in_folder_of_script(self, path: str) -> bool:
-        """Whether a path is in a folder that the script has created where it was started, such as /tmp itself."""
+    def _is_in_created_folder(self, path: str) -> bool:
+        """Whether a path is in a folder that the script has created in its start folder, which may be /tmp itself."""
         if not path.startswith(self.start_folder + os.sep):
             return False
         top = path[len(self.start_folder) + 1 :].partition(os.sep)[0]
@@ -210,9 +211,9 @@ class Overlay:
         try:
             written_path, parent = self.tree + absolute, os.path.dirname(absolute)
             if not self.exists_for_script(parent):
-                return written_path if self.is_removed(parent) else path  # the error that the script expects
+                return written_path if self.is_removed(parent) else path  # opening it raises the expected error
             if stat.S_ISDIR(_mode(absolute)) and not self.is_removed(absolute):
-                return absolute if is_created else path  # the error that the script expects
+                return absolute if is_created else path  # opening it raises the expected error
             _make_folders(os.path.dirname(written_path))
             if keeps_content and not _exists(written_path) and _exists(absolute) and not self.is_removed(absolute):
                 _copy(absolute, written_path)
@@ -237,7 +238,7 @@ class Overlay:
         for folder in ([absolute] if is_real else []) + ([written_path] if _exists(written_path) else []):
             for name in _REAL["listdir"](folder):
                 if folder == written_path or not self.is_removed(f"{absolute}/{name}"):
-                    names[name] = f"{folder}/{name}"
+                    names[name] = os.path.join(folder, name)
         return list(names.items())
 
 
@@ -331,10 +332,12 @@ def _redirect_open(overlay: Overlay) -> None:
         return _REAL["open"](real_path, flags, mode, dir_fd=dir_fd if real_path is path else None)
 
     class OpenedFile(io.FileIO, metaclass=_AnyFile):
-        """FileIO, whose constructor also opens files."""
+        """A FileIO that redirects its path, because its constructor opens a file without calling open."""
 
         def __init__(self, file: Any, mode: str = "r", closefd: bool = True, opener: Any = None) -> None:
             if not isinstance(file, int):
+                if "x" in mode:
+                    _refuse_existing(overlay, file, None)
                 is_written = bool(_WRITES.intersection(mode))
                 keeps_content = "a" in mode or "r" in mode
                 file = (
@@ -415,7 +418,7 @@ def _redirect_path_function(overlay: Overlay, name: str) -> None:
 class _Entry:
     """A DirEntry of os.scandir for a redirected file.
 
-    location  the absolute path from the script's point of view, to which the target of a symlink is relative
+    location  the absolute path from the script's point of view, used to resolve an entry that is a symlink
     """
 
     def __init__(self, entry: os.DirEntry[Any], path: Any, location: str) -> None:
@@ -544,7 +547,7 @@ def _removing(overlay: Overlay, name: str) -> Callable[..., Any]:
         written_path, is_real = overlay.tree + absolute, _exists(absolute) and not overlay.is_removed(absolute)
         is_folder = stat.S_ISDIR(_mode(absolute))
         if name == "rmdir" and overlay.exists_for_script(absolute) and os.listdir(absolute):
-            raise OSError(39, "Directory not empty", os.fsdecode(path))
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", os.fsdecode(path))
         if is_real and not _exists(written_path) and is_folder is not (name == "rmdir"):
             error = (20, "Not a directory") if name == "rmdir" else (21, "Is a directory")
             raise OSError(*error, os.fsdecode(path))
@@ -563,19 +566,21 @@ def _renaming(overlay: Overlay, name: str) -> Callable[..., Any]:
 
     def renamed(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
         source = overlay.script_path(src, src_dir_fd, follows=False)
-        absolute = overlay.script_path(dst, dst_dir_fd, follows=False)
-        if source is None and absolute is None:
+        destination = overlay.script_path(dst, dst_dir_fd, follows=False)
+        if source is None and destination is None:
             function(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
             return
         if source is not None and not overlay.exists_for_script(source):
             raise FileNotFoundError(2, "No such file or directory", os.fsdecode(src), None, os.fsdecode(dst))
         if (
-            absolute is not None
-            and source != absolute
-            and overlay.exists_for_script(absolute)
-            and stat.S_ISDIR(os.lstat(absolute).st_mode)
+            destination is not None
+            and source != destination
+            and overlay.exists_for_script(destination)
+            and stat.S_ISDIR(os.lstat(destination).st_mode)
         ):
-            os.rmdir(absolute)  # raises unless it is empty
+            if not stat.S_ISDIR(os.lstat(src, dir_fd=src_dir_fd).st_mode):
+                raise IsADirectoryError(21, "Is a directory", os.fsdecode(src), None, os.fsdecode(dst))
+            os.rmdir(destination)  # raises unless it is empty
         if source is None:  # from a temporary folder into the project, perhaps on another disk
             _move(os.fsdecode(src), overlay.path_to_write(dst, dst_dir_fd, follows=False))
             return
@@ -584,8 +589,8 @@ def _renaming(overlay: Overlay, name: str) -> Callable[..., Any]:
             _complete(overlay, source)
         if _exists(source) and not overlay.is_removed(source):
             overlay.mark_removed(source)
-        new_path = overlay.path_to_write(dst, dst_dir_fd, follows=False) if absolute is not None else dst
-        if absolute is not None and not _exists(new_path):
+        new_path = overlay.path_to_write(dst, dst_dir_fd, follows=False) if destination is not None else dst
+        if destination is not None and not _exists(new_path):
             function(written_path, new_path)
         else:
             _move(written_path, os.fsdecode(new_path))
@@ -598,7 +603,7 @@ def _is_called_by_tempfile() -> bool:
 
 
 def _complete(overlay: Overlay, absolute: str) -> None:
-    """Copy a file, or the files of a folder, that are not in the tree yet."""
+    """Copy a file into the tree, or those files of a folder that are not in the tree yet."""
     written_path = overlay.tree + absolute
     _make_folders(os.path.dirname(written_path))
     if not _exists(written_path):
@@ -611,15 +616,25 @@ def _complete(overlay: Overlay, absolute: str) -> None:
                 _complete(overlay, f"{absolute}/{name}")
 
 
+def _remove(path: str) -> None:
+    """Remove a file, a link, or a folder with its content."""
+    if not stat.S_ISDIR(_mode(path)):
+        _REAL["remove"](path)
+        return
+    for name in _REAL["listdir"](path):
+        _remove(f"{path}/{name}")
+    _REAL["rmdir"](path)
+
+
 def _move(source: str, target: Any) -> None:
-    """Rename a file, or copy and remove it if the target is on a different disk."""
+    """Rename a file or folder, or copy and remove it if the target is on a different disk."""
     try:
         _REAL["replace"](source, target)
     except OSError as error:
         if error.errno != 18:  # EXDEV: a different disk
             raise
         _copy(source, os.fsdecode(target))
-        _REAL["remove"](source)
+        _remove(source)
 
 
 def _redirect_links(overlay: Overlay) -> None:
@@ -640,7 +655,7 @@ def _redirect_links(overlay: Overlay) -> None:
         real_path = os.fsdecode(overlay.path_to_read(src, src_dir_fd, follows=False))
         new_path = os.fsdecode(overlay.path_to_write(dst, dst_dir_fd, follows=False))
         if not real_path.startswith(overlay.tree) or not new_path.startswith(overlay.tree):
-            _REAL["lstat"](real_path)  # raises where there is none
+            _REAL["lstat"](real_path)  # raises if there is no such file
             _copy(
                 os.path.join(overlay.working_folder(), real_path), new_path
             )  # the user's own file gets no second name

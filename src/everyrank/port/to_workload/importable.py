@@ -1,4 +1,4 @@
-"""Whether a script can be imported without running its training or parsing arguments."""
+"""Whether a script can be imported without running its training, parsing arguments or reading input."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ READS_INPUT = re.compile(r"parse_args|parse_known_args|ArgumentParser|open\(|loa
 
 
 def is_importable(source: ScriptSource, script: Path, events: Sequence[Fact]) -> bool:
-    """Whether the script can be imported without running a training or parsing arguments."""
+    """Whether the script can be imported without running a training, parsing arguments or reading input."""
     if not script.stem.isidentifier() or script.stem in sys.stdlib_module_names:
         return False
     guards = [node for node in source.tree.body if _is_guard(node)]
     for node in source.tree.body:
-        is_quiet = isinstance(
+        is_allowed = isinstance(
             node,
             ast.Import
             | ast.ImportFrom
@@ -33,26 +33,26 @@ def is_importable(source: ScriptSource, script: Path, events: Sequence[Fact]) ->
             | ast.Assign
             | ast.AnnAssign,
         ) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-        if node not in guards and not is_quiet:
+        if node not in guards and not is_allowed:
             return False
         if node not in guards and _reads_input(source, _run_at_import(node), set()):
             return False
     if not guards:
         return False
-    first_line, last_line = guards[0].lineno, guards[-1].end_lineno or 0
     return all(
-        first_line <= event.chain[-1].span[0] <= last_line
+        any(guard.lineno <= event.chain[-1].span[0] <= (guard.end_lineno or 0) for guard in guards)
         for event in events
         if event.kind not in ("torch_seed", "seed", "draw")
     )
 
 
 def _run_at_import(node: ast.stmt) -> list[ast.AST]:
-    """Return the parts of a statement that run when its module is imported: of a function, not its body."""
+    """Return the parts of a statement that run when its module is imported. The body of a function does not."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return [*node.decorator_list, *node.args.defaults, *(each for each in node.args.kw_defaults if each)]
     if isinstance(node, ast.ClassDef):
-        return [*node.decorator_list, *(part for each in node.body for part in _run_at_import(each))]
+        header = [*node.decorator_list, *node.bases, *(keyword.value for keyword in node.keywords)]
+        return [*header, *(part for each in node.body for part in _run_at_import(each))]
     return [node]
 
 
