@@ -207,7 +207,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         ],
         EQUAL,
         NO_FINDING,
-        "effect of batch norm: the model returns no row for each sample",
+        "effect of batch norm: the model's output has no dimension of samples",
     ),
     "recomputation": (
         [

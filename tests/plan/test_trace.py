@@ -125,7 +125,7 @@ def test_layout_of_one_process_is_traced_on_a_larger_cluster() -> None:
     row = plan["layouts"][0]
     assert (row["verdict"], row["note"]) == ("fits", "traced whole")
     assert row["flops"] == trace_step(workload, parse_layout("single"), 1).flops
-    with pytest.raises(UsageError, match="give ddp"):
+    with pytest.raises(UsageError, match="use ddp"):
         trace_layout(workload, parse_layout("dataparallel"), 4, first_sample(workload))
 
 
@@ -233,7 +233,7 @@ def test_recurrent_layer_has_flops_on_a_cpu_and_no_time_on_a_gpu() -> None:
     assert [operator.flops for operator in step.operators if operator.flops] == [forward_flops, 2 * forward_flops]
     row = answer_workload(workload, "lstm", "lstm.py", parse_cluster("1xh100"), ["single"])["layouts"][0]
     assert "step_seconds" not in row
-    assert row["note"].endswith("a GPU runs an RNN as one fused kernel, which the trace does not show")
+    assert row["note"].endswith("on a GPU an RNN is one fused kernel, which the trace does not show")
 
 
 def test_lookup_reads_a_few_rows() -> None:
