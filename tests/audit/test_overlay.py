@@ -65,6 +65,17 @@ FILE_OPERATIONS = {
         assert Path("other/inner.txt").read_text() == "inner" and Path("other/added.txt").read_text() == "added"
         assert not Path("folder").exists() and Path("other/deep/deeper.txt").read_text() == "deeper"
     """,
+    "rename a folder from which files were removed": """
+        os.remove("folder/inner.txt"); shutil.rmtree("folder/deep"); Path("folder/deep").write_text("now a file")
+        os.rename("folder", "other"); assert os.listdir("other") == ["deep"]
+        assert Path("other/deep").read_text() == "now a file"
+    """,
+    "list folders by bytes": """
+        Path("folder/new.txt").touch()
+        assert {e.name for e in os.scandir(b"folder")} == {b"inner.txt", b"deep", b"new.txt"}
+        assert sorted(name for _, _, names in os.walk(b"folder") for name in names)[0] == b"deeper.txt"
+        assert os.listxattr() == os.listxattr(".")
+    """,
     "rename a file over an empty folder": """
         os.mkdir("empty")
         try: os.rename("kept.txt", "empty"); raise SystemExit("it is a folder")

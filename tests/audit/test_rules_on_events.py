@@ -284,6 +284,14 @@ def test_parameters_that_only_another_rank_uses_are_unused(tmp_path: Path) -> No
         assert list(found(check_speed, [wrap, step()], [wrap, step()], folder=tmp_path)) == rules
 
 
+@pytest.mark.parametrize(("count", "rules"), [(8, ["sync.item"]), (1, [])])
+def test_waits_of_an_evaluation_are_not_those_of_each_update(count: int, rules: list[str]) -> None:
+    """In the second row one update of eight follows an evaluation, which has waited many times."""
+    waits = [("item", "/train.py:20", 9)]
+    steps = [event(OptimizerStep, update=update, waits=waits if update < count + 1 else []) for update in range(9)]
+    assert list(found(check_speed, [event(GroupOpened, backend="nccl"), *steps])) == rules
+
+
 @pytest.mark.parametrize(("workers", "rules"), [(0, ["loader.starves"]), (2, [])])
 def test_loader_of_the_training_is_judged(workers: int, rules: list[str]) -> None:
     """Another loader without workers is read once before the training, for example for the mean of the data."""

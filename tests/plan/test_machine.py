@@ -197,15 +197,15 @@ def test_plan_of_a_workload_uses_the_machine_file(tmp_path: Path, capsys: pytest
 
 
 def test_plan_with_the_machine_file_and_less_memory(tmp_path: Path) -> None:
-    """--memory replaces the memory of this host."""
+    """--memory replaces the memory of this host, in which neither CUDA nor NCCL takes any."""
     machine_path, plan_path = tmp_path / "machine.json", tmp_path / "plan.json"
     machine_path.write_text(write_machine(machine()))
     args = ["plan", "digits", "--layout", "ddp", "--calibration", str(machine_path), "--json", str(plan_path)]
     verdicts: list[str] = []
-    for memory in ([], ["--memory", "1MB"]):
+    for memory in ([], ["--memory", "1GiB"], ["--memory", "1MB"]):
         assert main([*args, *memory]) == 0
         verdicts.append(json.loads(plan_path.read_text())["layouts"][0]["verdict"])
-    assert verdicts == ["fits", "does not fit"]
+    assert verdicts == ["fits", "fits", "does not fit"]
 
 
 def test_gpu_time_and_host_time_overlap() -> None:

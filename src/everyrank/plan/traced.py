@@ -1,8 +1,9 @@
 """The plan of a user's workload: the fullest rank of each layout, traced from the real code on fake tensors.
 
 If a model has more than 12 blocks and all are equal, two depths are traced and extrapolated, because memory, operations
-and communication are linear in the number of blocks. For a model that fake tensors cannot run (shapes that depend on
-values), only parameters, gradients and optimizer state are counted, and the verdict is never `fits`.
+and communication are linear in the number of blocks. A pipeline needs more than 6 blocks for each stage. For a model
+that fake tensors cannot run (shapes that depend on values), only parameters, gradients and optimizer state are counted,
+and the verdict is never `fits`.
 
 Reserved memory is that of torch's caching allocator, replayed from the model's construction to the end of the second
 update.
@@ -68,6 +69,7 @@ class LayoutMemory:
     note             how the layout was traced, or why it could not be
     seconds_by_part  seconds of an update by part, if requested
     peaks            allocated peaks by section of the trace (see `TracedStep.ends`)
+    on_gpu           whether CUDA and NCCL take memory besides
     """
 
     rank: int
@@ -84,6 +86,7 @@ class LayoutMemory:
     note: str
     seconds_by_part: Mapping[str, float] = field(default_factory=dict[str, float])
     peaks: tuple[float, ...] = ()
+    on_gpu: bool = True
 
     def verdict(self, memory: float) -> str:
         """Return fits, may not fit or does not fit."""
@@ -94,12 +97,12 @@ class LayoutMemory:
     @property
     def device_bytes(self) -> float:
         """The device total: reserved bytes with CUDA's context and NCCL."""
-        return self.reserved + _CONTEXT
+        return self.reserved + (_CONTEXT if self.on_gpu else 0.0)
 
     @property
     def max_device_bytes(self) -> float:
         """The upper estimate of the device total."""
-        return self.reserved * _MAX_RESERVED + _MAX_CONTEXT
+        return self.reserved * _MAX_RESERVED + (_MAX_CONTEXT if self.on_gpu else 0.0)
 
     def with_expandable_segments(self) -> LayoutMemory:
         """Return the memory with `expandable_segments:True`."""
@@ -189,7 +192,7 @@ def _trace_rank(
     def traced(traced_workload: Workload, note: str) -> LayoutMemory:
         step = trace_step(traced_workload, layout, size, rank, sample, on_gpu)
         memory = _memory_of(step, on_gpu, note + _not_traced(layout))
-        if on_gpu and step.is_recurrent:
+        if timing is not None and step.is_recurrent:
             reason = "no roofline estimate, because on a GPU an RNN is one fused kernel, which the trace does not show"
             return dataclasses.replace(memory, note=f"{memory.note}; {reason}")
         # sums for now, which are extrapolated; `with_time` computes the parts from them
@@ -215,8 +218,6 @@ def _not_traced(layout: Layout) -> str:
     missing = ""
     if layout.strategy == "local_sgd" and (every := layout.read(LocalSGDOptions).every) > 1:
         missing += f"; the average after each {every} updates is in the memory, but not in the time"
-    if layout.precision == "float64":
-        missing += "; no roofline estimate, because the table of GPUs has no rates of float64"
     return missing + ("; without torch.compile" if layout.compile else "")
 
 
@@ -260,6 +261,7 @@ def _extrapolated(shallow: LayoutMemory, deep: LayoutMemory, factor: float) -> L
         deep.note,
         {name: extrapolate(shallow.seconds_by_part[name], seconds) for name, seconds in deep.seconds_by_part.items()},
         peaks,
+        deep.on_gpu,
     )
 
 
@@ -289,6 +291,7 @@ def _memory_of(step: TracedStep, on_gpu: bool, note: str) -> LayoutMemory:
         True,
         note,
         peaks=tuple(map(float, peaks)),
+        on_gpu=on_gpu,
     )
 
 
@@ -439,9 +442,12 @@ def answer_workload(
                 raise
             rows.append({"layout": text, "verdict": "not possible", "reason": str(error)})
             continue
-        if measured is not None:
+        if measured is not None and memory.has_activations:  # otherwise the step cannot be traced
             seconds_by_part = time_layout(workload, parse_layout(text), cluster.gpus, sample, *measured)
             memory = dataclasses.replace(memory, seconds_by_part=seconds_by_part)
+        if calibration is not None and parse_layout(text).precision == "float64":
+            reason = "no roofline estimate, because the table of GPUs has no rates of float64"
+            memory = dataclasses.replace(memory, note=f"{memory.note}; {reason}")
         memory = dataclasses.replace(memory, note=memory.note + note)
         rows.append(_row(text, memory, cluster) | _seconds(memory, calibration))
     for row in rows:

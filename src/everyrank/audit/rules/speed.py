@@ -71,11 +71,13 @@ def _check_waits(evidence: Evidence, findings: Findings) -> None:
     if not is_cuda or not steps:
         return
     counts: Counter[tuple[str, str]] = Counter()
+    num_updates: Counter[tuple[str, str]] = Counter()  # a line of an evaluation waits in few updates
     for _, ranks in steps:
         for function, line, count in ranks[evidence.ranks[0]].waits:
             counts[function, line] += count
+            num_updates[function, line] += 1
     for (function, line), count in counts.most_common(6):
-        if line and count >= len(steps):
+        if line and num_updates[function, line] == len(steps):
             text = f".{function}() waits for the device {count / len(steps):.3g} times an update"
             fix = "keep the value on the device (detach, sum), and read it only every hundred updates"
             findings.add("PERF", "sync.item", line, text, fix)
@@ -140,7 +142,8 @@ def _check_buckets(evidence: Evidence, findings: Findings) -> None:
 def _check_loader(evidence: Evidence, findings: Findings) -> None:
     """Find steps that mostly wait for a loader without workers.
 
-    Hooks lengthen both parts of a step: the dataset calls torch and opens files, too.
+    The audit's hooks lengthen the wait for the loader as well as the rest of a step, because the dataset also calls
+    torch and opens files.
     """
     rank = evidence.ranks[0]
     batches: dict[int, list[LoaderBatch]] = {}

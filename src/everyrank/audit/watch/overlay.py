@@ -375,7 +375,7 @@ def _redirect_stat(overlay: Overlay) -> None:
     def redirected(name: str) -> Callable[..., Any]:
         function = _REAL[name]
 
-        def redirected_call(path: Any, *args: Any, **kwargs: Any) -> Any:
+        def redirected_call(path: Any = os.curdir, *args: Any, **kwargs: Any) -> Any:  # a default for listxattr
             follows = kwargs.get("follow_symlinks", True) and name != "lstat"
             real_path = overlay.path_to_read(path, kwargs.get("dir_fd"), follows=follows)
             if real_path is not path and "dir_fd" in kwargs:
@@ -416,13 +416,14 @@ def _redirect_path_function(overlay: Overlay, name: str) -> None:
 
 
 class _Entry:
-    """A DirEntry of os.scandir for a redirected file.
+    """A DirEntry of os.scandir for any file in a folder whose listing is redirected.
 
     location  the absolute path from the script's point of view, used to resolve an entry that is a symlink
     """
 
     def __init__(self, entry: os.DirEntry[Any], path: Any, location: str) -> None:
-        self._entry, self.path, self.name, self._location = entry, path, entry.name, location
+        self._entry, self.path, self._location = entry, path, location
+        self.name: Any = os.fsencode(entry.name) if isinstance(path, bytes) else entry.name
 
     def __fspath__(self) -> Any:
         return self.path
@@ -470,7 +471,7 @@ class _Entries:
 
 def _redirect_listing(overlay: Overlay) -> None:
     def folder_of(path: Any) -> str | None:
-        """The absolute path of a folder in which something was written or removed, or to which a new symlink leads."""
+        """The absolute path of a folder if the script may see other entries than the real ones; None otherwise."""
         if getattr(overlay.inside, "is_busy", False):
             return None
         given = overlay._path_of(path) if isinstance(path, int) else os.curdir if path is None else path
@@ -607,13 +608,13 @@ def _complete(overlay: Overlay, absolute: str) -> None:
     written_path = overlay.tree + absolute
     _make_folders(os.path.dirname(written_path))
     if not _exists(written_path):
-        _copy(absolute, written_path)
-    elif stat.S_ISDIR(_mode(absolute)):
-        for name, real_path in overlay.entries_of(absolute):
-            if real_path == f"{absolute}/{name}":
-                _copy(real_path, f"{written_path}/{name}")
-            else:
-                _complete(overlay, f"{absolute}/{name}")
+        if not stat.S_ISDIR(_mode(absolute)):
+            _copy(absolute, written_path)
+            return
+        _REAL["mkdir"](written_path)
+    if stat.S_ISDIR(_mode(written_path)):
+        for name, _ in overlay.entries_of(absolute):  # without files that the script has removed
+            _complete(overlay, f"{absolute}/{name}")
 
 
 def _remove(path: str) -> None:
