@@ -112,7 +112,7 @@ class Findings(list[Finding]):
     def refute(self, *rules: str) -> None:
         """Remove findings of these rules, and add the rules to `refuted`.
 
-        `with_comparison` then removes the findings of these rules from the audit, too.
+        `relations.with_comparison` reads `refuted`, and removes these findings from the audit that it is given, too.
         """
         self[:] = [finding for finding in self if finding.rule not in rules]
         self.refuted.update(rules)

@@ -149,12 +149,13 @@ class _Replay:
         self.weights = weights or [1 / len(self.backwards)] * len(self.backwards)
         # the script may give several losses any weights
         self.has_term_weights = weights is not None and len(self.backwards[0].losses) == 1
-        self.batch_norm_failure = ""  # why the effect of batch norm could not be measured
+        # why the effect of batch norm could not be measured; "sends" if forward or loss calls a collective
+        self.batch_norm_failure = ""
         self.sizes = [num_rows(backward) for backward in self.backwards]
         self.overrides = LayerOverrides()
 
     def content(self) -> dict[str, np.ndarray]:
-        """Samples of the gradients, by "kind name".
+        """Up to 2,048 elements of each gradient (see `sample`), by "kind name".
 
         backward.R.M       gradient of backward M of rank R, from its recorded loss
         whole              the weighted sum of these gradients, which the optimizer should get
@@ -218,7 +219,9 @@ class _Replay:
             args, kwargs = to_float64(inputs)
             outputs = list(tensors(self._forward(model, args, kwargs, self.backwards[0].rng_states)))
             if self.overrides.has_drawn:
-                raise ReplayError("forward draws random numbers, which are different for one batch")
+                raise ReplayError(
+                    "forward draws random numbers, and draws others if all samples are merged into one batch"
+                )
             ends = np.cumsum(sizes).tolist()
             losses = [
                 _follow(backward, [output_rows(out, end - size, end, ends[-1]) for out in outputs])

@@ -63,7 +63,7 @@ def _check_syncs(evidence: Evidence, findings: Findings) -> None:
 
 
 def _check_waits(evidence: Evidence, findings: Findings) -> None:
-    """Find `.item()` and similar calls in each update, which wait for a GPU. Pretended GPUs count, too."""
+    """Find `.item()` and similar calls in each update. They wait for the GPU, real or emulated by the audit."""
     steps = list(evidence.steps.items())[1:]
     is_cuda = any(event.devices for event in evidence.all_of(ProcessStart)) or any(
         event.backend == "nccl" for event in evidence.all_of(GroupOpened)

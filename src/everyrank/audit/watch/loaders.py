@@ -448,7 +448,8 @@ def _watch_iterators(recorder: Recorder, loaders: Loaders) -> None:
     def reset_and_begin(self: Any, loader: Any, first_iter: bool = False) -> None:
         reset(self, loader, first_iter)
         if first_iter and hasattr(self, "_audited"):
-            self._sampler_iter = self._audited  # replace the iterator that reset has created by the recorded one
+            # reset has created a new iterator; use the recorded one instead
+            self._sampler_iter = self._audited
         else:
             loaders.begin_epoch(self, loader)
 

@@ -323,13 +323,13 @@ def _redirect_open(overlay: Overlay) -> None:
     def os_open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         is_new = flags & os.O_CREAT and flags & os.O_EXCL
         follows = not is_new and not flags & getattr(os, "O_NOFOLLOW", 0)
-        real_path = overlay.path_to_read(path, dir_fd, follows=follows)
+        redirected_path = overlay.path_to_read(path, dir_fd, follows=follows)
         if is_new:
             _refuse_existing(overlay, path, dir_fd)
         if flags & _WRITE_FLAGS and not (getattr(os, "O_TMPFILE", 0) & ~os.O_DIRECTORY) & flags:
             keeps_content = not flags & os.O_TRUNC
-            real_path = overlay.path_to_write(path, dir_fd, keeps_content=keeps_content, follows=follows)
-        return _REAL["open"](real_path, flags, mode, dir_fd=dir_fd if real_path is path else None)
+            redirected_path = overlay.path_to_write(path, dir_fd, keeps_content=keeps_content, follows=follows)
+        return _REAL["open"](redirected_path, flags, mode, dir_fd=dir_fd if redirected_path is path else None)
 
     class OpenedFile(io.FileIO, metaclass=_AnyFile):
         """A FileIO that redirects its path, because its constructor opens a file without calling open."""
@@ -377,10 +377,10 @@ def _redirect_stat(overlay: Overlay) -> None:
 
         def redirected_call(path: Any = os.curdir, *args: Any, **kwargs: Any) -> Any:  # a default for listxattr
             follows = kwargs.get("follow_symlinks", True) and name != "lstat"
-            real_path = overlay.path_to_read(path, kwargs.get("dir_fd"), follows=follows)
-            if real_path is not path and "dir_fd" in kwargs:
+            redirected_path = overlay.path_to_read(path, kwargs.get("dir_fd"), follows=follows)
+            if redirected_path is not path and "dir_fd" in kwargs:
                 kwargs["dir_fd"] = None
-            return function(real_path, *args, **kwargs)
+            return function(redirected_path, *args, **kwargs)
 
         return redirected_call
 
@@ -391,8 +391,8 @@ def _redirect_stat(overlay: Overlay) -> None:
         _redirect_path_function(overlay, name)
 
     def readlink(path: Any, *, dir_fd: int | None = None) -> Any:
-        real_path = overlay.path_to_read(path, dir_fd, follows=False)
-        target = _REAL["readlink"](real_path, dir_fd=dir_fd if real_path is path else None)
+        redirected_path = overlay.path_to_read(path, dir_fd, follows=False)
+        target = _REAL["readlink"](redirected_path, dir_fd=dir_fd if redirected_path is path else None)
         return overlay.as_script_sees(target) if isinstance(target, str) else target
 
     def getcwd() -> str:
@@ -653,15 +653,15 @@ def _redirect_links(overlay: Overlay) -> None:
             _REAL["link"](src, dst, **dir_fds, follow_symlinks=follow_symlinks)
             return
         _refuse_existing(overlay, dst, dst_dir_fd)
-        real_path = os.fsdecode(overlay.path_to_read(src, src_dir_fd, follows=False))
+        redirected_path = os.fsdecode(overlay.path_to_read(src, src_dir_fd, follows=False))
         new_path = os.fsdecode(overlay.path_to_write(dst, dst_dir_fd, follows=False))
-        if not real_path.startswith(overlay.tree) or not new_path.startswith(overlay.tree):
-            _REAL["lstat"](real_path)  # raises if there is no such file
+        if not redirected_path.startswith(overlay.tree) or not new_path.startswith(overlay.tree):
+            _REAL["lstat"](redirected_path)  # raises if there is no such file
             _copy(
-                os.path.join(overlay.working_folder(), real_path), new_path
+                os.path.join(overlay.working_folder(), redirected_path), new_path
             )  # the user's own file gets no second name
         else:
-            _REAL["link"](real_path, new_path)
+            _REAL["link"](redirected_path, new_path)
 
     def symlink(src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
         _refuse_existing(overlay, dst, dir_fd)
@@ -683,10 +683,10 @@ def _redirect_attributes(overlay: Overlay) -> None:
             absolute = overlay.script_path(path, kwargs.get("dir_fd"), follows=follows)
             if absolute is None:
                 return function(path, *args, **kwargs)
-            real_path = overlay.path_to_read(path, kwargs.pop("dir_fd", None), follows=follows)
-            is_written = os.fsdecode(real_path).startswith(overlay.tree)
+            redirected_path = overlay.path_to_read(path, kwargs.pop("dir_fd", None), follows=follows)
+            is_written = os.fsdecode(redirected_path).startswith(overlay.tree)
             # if there is no such file, the function raises as the script expects
-            return function(real_path, *args, **kwargs) if is_written or not _exists(absolute) else None
+            return function(redirected_path, *args, **kwargs) if is_written or not _exists(absolute) else None
 
         return changed
 
