@@ -60,11 +60,13 @@ def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
     return transformers
 
 
-def check_all(world: World, family: str, tied: bool, layouts: list[str]) -> list[tuple[Parity, list[float]]]:
+def check_all(
+    world: World, family: str, tied: bool, layouts: list[str], steps: int = 6
+) -> list[tuple[Parity, list[float]]]:
     """Return parity and losses of each layout. Runs in the ranks."""
     workload = find_workload("causal-lm", family=family, tied=tied, num_blocks=2, width=32, batch=8)
     data = open_data(workload, world)
-    case = parity_case(workload, *data, steps=4)
+    case = parity_case(workload, *data, steps=steps)
     return [check_layout(case, parse_layout(text), world, f"causal-lm/{family}/{tied}/{text}") for text in layouts]
 
 
@@ -96,7 +98,7 @@ def test_every_family_is_equal_under_ddp_and_fsdp(transformers: Any, ranks: Any,
 )
 def test_model_parallel_layouts_are_equal(transformers: Any, ranks: Any, family: str, layouts: list[str]) -> None:
     """Four ranks split the model by the tensor plan and the blocks of transformers. Two ranks compare float32."""
-    results = ranks(4, check_all, family, True, in_float64(layouts))[0]
+    results = ranks(4, check_all, family, True, in_float64(layouts), 4)[0]
     for layout, (parity, _) in zip(layouts, results, strict=True):
         assert parity.status == "equal", (layout, parity.first_divergence, parity.cause)
         assert parity.max_relative_difference is not None

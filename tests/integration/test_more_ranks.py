@@ -63,4 +63,6 @@ def test_compiled_tensor_layout_is_equal(ranks: Any) -> None:
     """torch.compile supports split matrices. One block is enough, because all compile in the same way."""
     layouts = ["tensor:compile,precision=float64"]
     model = functools.partial(zoo.decoder, num_blocks=1)
-    assert_equal(layouts, parities(ranks, 2, "decoder", "sgd", layouts, steps=2, epochs=None, model=model))
+    assert_equal(
+        layouts, parities(ranks, 2, "decoder", "sgd", layouts, steps=2, epochs=None, model=model, eval_data=None)
+    )

@@ -68,7 +68,9 @@ def test_equal_under_other_strategies_and_in_low_precision(ranks: Any) -> None:
 def test_equal_with_compile(ranks: Any) -> None:
     """The number of rows of an expert is known only at run time. One block is enough: all compile in the same way."""
     layouts, model = ["expert:compile,precision=float64"], functools.partial(zoo.expert_decoder, num_blocks=1)
-    assert_equal(layouts, parities(ranks, 2, "experts", "sgd", layouts, steps=2, epochs=None, model=model))
+    assert_equal(
+        layouts, parities(ranks, 2, "experts", "sgd", layouts, steps=2, epochs=None, model=model, eval_data=None)
+    )
 
 
 def refusal(world: World, layout: str, changes: dict[str, Any]) -> str:
