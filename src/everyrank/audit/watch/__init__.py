@@ -19,6 +19,7 @@ loaders.py          the indices that each DataLoader reads, on each rank and in 
 restored_dataset.py restores a dataset after samples of it were read
 overlay.py          redirects the files that the script writes into the audit's folder
 saving.py           redirects libraries that write in C, C++ or Rust, and records torch.save
+compilation.py      lets torch.compile return its argument
 imports.py          changes a module right after it is imported
 frameworks.py       Lightning without a GPU
 pretend_cuda.py     runs CUDA calls on the CPU if there is no GPU

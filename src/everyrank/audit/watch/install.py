@@ -36,6 +36,7 @@ from everyrank.audit.events import (
 from everyrank.audit.replay.recording import ReplayRecorder, install_replay_recording
 from everyrank.audit.replay.run import run_replay
 from everyrank.audit.watch.collectives import CollectiveMode, install_process_group
+from everyrank.audit.watch.compilation import skip_compilation
 from everyrank.audit.watch.deepspeed import install_deepspeed
 from everyrank.audit.watch.frameworks import install_frameworks
 from everyrank.audit.watch.gradients import Gradients
@@ -81,7 +82,7 @@ def install() -> None:
     install_deepspeed(recorder, gradients)
     install_local_tensors(recorder)
     install_loaders(recorder, loaders)
-    _skip_compile(recorder)
+    skip_compilation(lambda: recorder.write(Altered(message=f"torch.compile at {user_line()} was skipped")))
     _disable_hooks_in_traces(recorder)
     _watch_seeds(recorder)
     _watch_shuffles(recorder)
@@ -260,25 +261,3 @@ def _disable_hooks_in_traces(recorder: Recorder) -> None:
                 return _trace(*args, **kwargs)
 
         setattr(torch.jit, name, traced)
-
-
-def _compile_nothing(self: Any, *_args: Any, **_kwargs: Any) -> None:
-    pass
-
-
-def _skip_compile(recorder: Recorder) -> None:
-    """Replace torch.compile by a function that compiles nothing, because compiled functions cannot be recorded.
-
-    A model has the attribute `_orig_mod`, as a compiled one has.
-    """
-    compile_model: Any = torch.compile
-
-    @functools.wraps(compile_model)
-    def uncompiled(model: Any = None, *_args: Any, **_kwargs: Any) -> Any:
-        recorder.write(Altered(message=f"torch.compile at {user_line()} was skipped"))
-        if isinstance(model, torch.nn.Module):
-            model.__dict__["_orig_mod"] = model
-        return model if model is not None else (lambda function: function)
-
-    torch.compile = uncompiled
-    torch.nn.Module.compile = _compile_nothing

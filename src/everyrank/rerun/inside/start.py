@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from everyrank.audit.watch.compilation import skip_compilation
 from everyrank.audit.watch.overlay import Overlay
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.audit.watch.saving import install_saving
@@ -48,7 +49,7 @@ def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
     pretend = PretendCuda(settings["devices"]) if settings["devices"] else None
     if pretend is not None:
         pretend.install()
-    _disable_compilation()
+    skip_compilation(lambda: None)
     if settings["float64"]:
         install_float64()
     if settings["without_checkpointing"]:
@@ -103,20 +104,6 @@ def _run_script(session: Session) -> None:
         runpy.run_path(str(path), run_name="__main__")
     else:
         run_with_sources(session, str(path))
-
-
-def _disable_compilation() -> None:
-    """Let torch.compile return its argument. A model has the attribute `_orig_mod`, as a compiled one has."""
-
-    def uncompiled(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if model is None:  # a decorator with options
-            return lambda function: uncompiled(function, *args, **kwargs)
-        if isinstance(model, torch.nn.Module):
-            model.__dict__["_orig_mod"] = model
-        return model
-
-    torch.compile = uncompiled
-    torch.nn.Module.compile = lambda *_args, **_kwargs: None
 
 
 def _record_checkpointing(session: Session) -> None:
