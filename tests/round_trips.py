@@ -61,7 +61,7 @@ class LongSentences(zoo.SentencesWithPositions):
 def workload_of(layout_text: str, size: int) -> Workload:
     """Return a small decoder that eight ranks can split along each axis. It has experts if the layout splits them."""
     layout = parse_layout(layout_text)
-    num_blocks = max(1, layout.mesh(size).get("pipeline", 1))
+    num_blocks = layout.mesh(size).get("pipeline", 1)
     shape = {"num_blocks": num_blocks, "num_heads": 8, "width": 16, "hidden": 32, "vocabulary": 16, "tied": True}
     layout_fields: dict[str, Any] = {"tensor_plan": DECODER_PLAN}
     if "expert" in layout_text:

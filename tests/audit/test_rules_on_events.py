@@ -292,6 +292,17 @@ def test_waits_of_an_evaluation_are_not_those_of_each_update(count: int, rules: 
     assert list(found(check_speed, [event(GroupOpened, backend="nccl"), *steps])) == rules
 
 
+def test_line_that_waits_in_each_update_is_found_beside_an_evaluation() -> None:
+    """The evaluation before update 3 waits more often, in more lines than are reported."""
+    evaluation_waits = [("item", f"/train.py:{line}", 9) for line in range(20, 28)]
+    steps = [
+        event(OptimizerStep, update=update, waits=[("item", "/train.py:9", 1), *evaluation_waits * (update == 3)])
+        for update in range(9)
+    ]
+    findings = found(check_speed, [event(GroupOpened, backend="nccl"), *steps])
+    assert findings == {"sync.item": ".item() waits for the device 1 times an update"}
+
+
 @pytest.mark.parametrize(("workers", "rules"), [(0, ["loader.starves"]), (2, [])])
 def test_loader_of_the_training_is_judged(workers: int, rules: list[str]) -> None:
     """Another loader without workers is read once before the training, for example for the mean of the data."""

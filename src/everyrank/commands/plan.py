@@ -259,9 +259,8 @@ def _plan_on_machine(args: argparse.Namespace, machine: Machine) -> dict[str, An
         raise UsageError(
             f"--calibration {args.calibration}: a measured machine needs a workload; give a built-in name or FILE.py"
         )
-    measured_values = {"--gpus": args.gpus, "--per-node": args.per_node, "--link": args.link}
-    for flag, value in {**measured_values, "--write-calibration": args.write_calibration}.items():
-        if value is not None:
+    for flag in ("--gpus", "--per-node", "--link", "--write-calibration"):
+        if getattr(args, flag[2:].replace("-", "_")) is not None:
             raise UsageError(
                 f"{flag}: {args.calibration} is for {machine.ranks} ranks of {machine.device}; leave {flag} out"
             )

@@ -29,6 +29,7 @@ from everyrank.data import Slice, Update, batches_for_evaluation, batches_for_up
 from everyrank.errors import is_user_code
 from everyrank.layout import Layout
 from everyrank.loop import wrap_user_errors
+from everyrank.parallel.full_state import state_tensors
 from everyrank.parallel.init_model import on_cpu, seed_everything
 from everyrank.parity.case import ParityCase, Segments
 from everyrank.parity.rows import leaves
@@ -84,10 +85,9 @@ def cache_name(case: ParityCase, single: Layout, world: World) -> str | None:
         optimizer = workload.optimizer(model)
         schedule = workload.schedule(optimizer) if workload.schedule else None
     add([getattr(module, "p", None) for module in model.modules()])  # dropout probabilities
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, Tensor):
-            add(name, tensor.dtype, tuple(tensor.shape))
-            hasher.update(_tensor_bytes(tensor))
+    for name, tensor in state_tensors(model).items():
+        add(name, tensor.dtype, tuple(tensor.shape))
+        hasher.update(_tensor_bytes(tensor))
     add(type(optimizer), [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups])
     add(type(schedule), [group.get("lr") for group in optimizer.param_groups])
     for batch in _batches(case, single, world):

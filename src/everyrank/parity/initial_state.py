@@ -25,7 +25,7 @@ from everyrank.parallel.custom import (
     replicated_axes,
     unwrapped,
 )
-from everyrank.parallel.full_state import without_advice
+from everyrank.parallel.full_state import state_tensors, without_advice
 from everyrank.parallel.init_model import init_model
 from everyrank.parallel.mesh import full_tensor, local_tensor
 from everyrank.parallel.parallelize import broadcast_from_rank_0
@@ -125,7 +125,7 @@ def changes_by_parallelize(case: ParityCase, layout: Layout, world: World) -> St
     model, _ = init_model(case.workload, dataclasses.replace(layout, precision="float64"), world)
     broadcast_from_rank_0(model, world)
     built = _Built(
-        {name: tensor.detach().clone() for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)},
+        {name: tensor.detach().clone() for name, tensor in state_tensors(model).items()},
         {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)},
         {name for name, _ in model.named_buffers(remove_duplicate=False)},
     )

@@ -19,6 +19,7 @@ from torch import Tensor
 from everyrank.data import Streamed
 from everyrank.layout import Layout
 from everyrank.measure.provenance import provenance
+from everyrank.parallel.full_state import state_tensors
 from everyrank.parallel.init_model import on_cpu
 from everyrank.parity.case import ParityCase
 from everyrank.parity.compare import LOSS_BASE, LOSS_FACTOR, tensor_tolerance
@@ -45,7 +46,7 @@ def make_trace(case: ParityCase, world: World, command: list[str]) -> dict[str, 
         case, Layout("single", precision="float64"), world, [reference.segments[0][:1]], measure=True, evaluates=False
     )
     model = on_cpu(workload)
-    initial = {name: value.detach() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    initial = {name: tensor.detach() for name, tensor in state_tensors(model).items()}
     final = trace.finals[0]
     return {
         "format": FORMAT,

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
 from everyrank.layout import Layout, parse_layout
 from everyrank.layout.options import LocalSGDOptions, PipelineOptions
-from everyrank.parallel.init_model import on_meta
+from everyrank.parallel.init_model import on_cpu
 from everyrank.parallel.parallelize import find_blocks
 from everyrank.parallel.state_memory import optimizer_tensors
 from everyrank.parallel.zero1 import assign_owners
@@ -156,7 +156,9 @@ def _ranks_to_trace(workload: Workload, layout: Layout, size: int) -> list[int]:
         return sorted({0, size - 1})
     if layout.strategy != "zero1":
         return [0]
-    trained = [parameter for parameter in on_meta(workload).parameters() if parameter.requires_grad]
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():  # as `trace_step` builds it
+        warnings.simplefilter("ignore")
+        trained = [parameter for parameter in on_cpu(workload).parameters() if parameter.requires_grad]
     owned_bytes = [0] * size
     for parameter, owner in zip(trained, assign_owners(trained, size), strict=True):
         owned_bytes[owner] += parameter.nbytes
@@ -215,10 +217,9 @@ def _trace_rank(
 
 def _not_traced(layout: Layout) -> str:
     """Return what a trace of this layout lacks, for its note."""
-    missing = ""
-    if layout.strategy == "local_sgd" and (every := layout.read(LocalSGDOptions).every) > 1:
-        missing += f"; the average after each {every} updates is in the memory, but not in the time"
-    return missing + ("; without torch.compile" if layout.compile else "")
+    every = layout.read(LocalSGDOptions).every if layout.strategy == "local_sgd" else 1
+    average = f"; the average after each {every} updates is in the memory, but not in the time" if every > 1 else ""
+    return average + ("; without torch.compile" if layout.compile else "")
 
 
 def _extrapolated(shallow: LayoutMemory, deep: LayoutMemory, factor: float) -> LayoutMemory:
@@ -428,9 +429,11 @@ def answer_workload(
         if text not in cache:
             gc.collect()
             layout, on_gpu = parse_layout(text), cluster.gpu.name != "cpu"
-            has_rate = calibration is not None and layout.precision != "float64"
-            timing = _roofline(layout, cluster) if has_rate else None
-            cache[text] = trace_layout(workload, layout, cluster.gpus, sample, on_gpu, timing)
+            lacks_rate = calibration is not None and layout.precision == "float64"
+            timing = _roofline(layout, cluster) if calibration is not None and not lacks_rate else None
+            memory = trace_layout(workload, layout, cluster.gpus, sample, on_gpu, timing)
+            reason = "; no roofline estimate, because the table of GPUs has no rates of float64" if lacks_rate else ""
+            cache[text] = dataclasses.replace(memory, note=memory.note + reason)
         return cache[text]
 
     rows: list[dict[str, Any]] = []
@@ -445,9 +448,6 @@ def answer_workload(
         if measured is not None and memory.has_activations:  # otherwise the step cannot be traced
             seconds_by_part = time_layout(workload, parse_layout(text), cluster.gpus, sample, *measured)
             memory = dataclasses.replace(memory, seconds_by_part=seconds_by_part)
-        if calibration is not None and parse_layout(text).precision == "float64":
-            reason = "no roofline estimate, because the table of GPUs has no rates of float64"
-            memory = dataclasses.replace(memory, note=f"{memory.note}; {reason}")
         memory = dataclasses.replace(memory, note=memory.note + note)
         rows.append(_row(text, memory, cluster) | _seconds(memory, calibration))
     for row in rows:

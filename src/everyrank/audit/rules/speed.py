@@ -71,13 +71,15 @@ def _check_waits(evidence: Evidence, findings: Findings) -> None:
     if not is_cuda or not steps:
         return
     counts: Counter[tuple[str, str]] = Counter()
-    num_updates: Counter[tuple[str, str]] = Counter()  # a line of an evaluation waits in few updates
+    num_updates: Counter[tuple[str, str]] = Counter()
     for _, ranks in steps:
         for function, line, count in ranks[evidence.ranks[0]].waits:
             counts[function, line] += count
             num_updates[function, line] += 1
-    for (function, line), count in counts.most_common(6):
-        if line and num_updates[function, line] == len(steps):
+    # a line of an evaluation waits in few updates
+    in_each_update = Counter({key: count for key, count in counts.items() if num_updates[key] == len(steps)})
+    for (function, line), count in in_each_update.most_common(6):
+        if line:
             text = f".{function}() waits for the device {count / len(steps):.3g} times an update"
             fix = "keep the value on the device (detach, sum), and read it only every hundred updates"
             findings.add("PERF", "sync.item", line, text, fix)

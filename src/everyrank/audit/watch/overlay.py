@@ -310,15 +310,18 @@ def _replace(name: str, function: Callable[..., Any]) -> None:
 
 
 def _redirect_open(overlay: Overlay) -> None:
-    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if isinstance(file, int) or not isinstance(mode, str):
-            return _REAL_OPEN(file, mode, *args, **kwargs)
+    def redirected(file: Any, mode: str) -> Any:
+        """The file to open instead. A descriptor stays as it is."""
+        if isinstance(file, int):
+            return file
         if "x" in mode:
             _refuse_existing(overlay, file, None)
         if _WRITES.intersection(mode):
-            path = overlay.path_to_write(file, keeps_content="a" in mode or "r" in mode)
-            return _REAL_OPEN(path, mode, *args, **kwargs)
-        return _REAL_OPEN(overlay.path_to_read(file), mode, *args, **kwargs)
+            return overlay.path_to_write(file, keeps_content="a" in mode or "r" in mode)
+        return overlay.path_to_read(file)
+
+    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        return _REAL_OPEN(redirected(file, mode) if isinstance(mode, str) else file, mode, *args, **kwargs)
 
     def os_open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         is_new = flags & os.O_CREAT and flags & os.O_EXCL
@@ -335,17 +338,7 @@ def _redirect_open(overlay: Overlay) -> None:
         """A FileIO that redirects its path, because its constructor opens a file without calling open."""
 
         def __init__(self, file: Any, mode: str = "r", closefd: bool = True, opener: Any = None) -> None:
-            if not isinstance(file, int):
-                if "x" in mode:
-                    _refuse_existing(overlay, file, None)
-                is_written = bool(_WRITES.intersection(mode))
-                keeps_content = "a" in mode or "r" in mode
-                file = (
-                    overlay.path_to_write(file, keeps_content=keeps_content)
-                    if is_written
-                    else overlay.path_to_read(file)
-                )
-            super().__init__(file, mode, closefd, opener)
+            super().__init__(redirected(file, mode), mode, closefd, opener)
 
     functools.update_wrapper(opened, _REAL_OPEN)
     builtins.open = io.open = opened

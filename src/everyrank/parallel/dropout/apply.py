@@ -223,8 +223,8 @@ def _calls_functions(module: nn.Module) -> bool:
     if any(inspect.isroutine(value) and value in _FUNCTIONS for value in values):
         return True
     seen: set[Any] = set()
-    user_classes = [kind for kind in type(module).__mro__ if kind not in (nn.Module, object)]
-    functions = [function for kind in user_classes for function in _functions_of(kind)]
+    kinds = [kind for kind in type(module).__mro__ if kind not in (nn.Module, object)]
+    functions = [function for kind in kinds for function in _functions_of(kind)]
     return any(name in _NAMES for function in functions for name in _names_in(function, seen))
 
 
