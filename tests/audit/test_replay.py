@@ -158,6 +158,16 @@ CASES: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         COUPLED,
         "",
     ),
+    "casts to float32": (
+        [
+            ("self.before(inputs)", "self.before(inputs.float()).to(torch.float32)"),
+            (".relu()", ".softmax(1, dtype=torch.float32).type_as(torch.ones(1)).type(torch.FloatTensor)"),
+            (LOSS, "F.cross_entropy(F.log_softmax(model(inputs).float(), 1, dtype=torch.float32), labels)"),
+        ],
+        EQUAL,
+        COUPLED,
+        "",
+    ),
     "batch norm over all ranks": (
         [
             ("class Network", SYNC_NORM),

@@ -386,8 +386,41 @@ def _settings_restored(model: Any, state: ModelState) -> Generator[None]:
         torch.set_grad_enabled(settings_before[2])
 
 
+# functions that may cast their first argument
+_CASTS = (
+    *(torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as, torch.Tensor.sum, torch.Tensor.mean),
+    *(torch.sum, torch.mean, torch.softmax, torch.log_softmax, torch.Tensor.softmax, torch.Tensor.log_softmax),
+    *(F.softmax, F.log_softmax),
+)
+_FLOAT64_NAMES: dict[Any, Any] = {
+    torch.float32: torch.float64,
+    torch.FloatTensor: torch.DoubleTensor,
+    "torch.FloatTensor": "torch.DoubleTensor",
+    "torch.cuda.FloatTensor": "torch.cuda.DoubleTensor",
+}
+
+
+def _cast_to_float64(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """A call of torch in which a cast to float32 is one to float64. Other calls are unchanged.
+
+    Models cast to float32 before a norm or a softmax, for example. This would round the tensors of the replay.
+    """
+    if func is torch.Tensor.float:
+        return torch.Tensor.double, args, kwargs
+    if func not in _CASTS:
+        return func, args, kwargs
+
+    def in_float64(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.double() if value.dtype is torch.float32 else value
+        return _FLOAT64_NAMES.get(value, value) if isinstance(value, (torch.dtype, type, str)) else value
+
+    args = (*args[:1], *(in_float64(value) for value in args[1:]))
+    return func, args, {name: in_float64(value) for name, value in kwargs.items()}
+
+
 class LayerOverrides(TorchFunctionMode):
-    """Counts batch norms. Can disable dropout, and can let batch norm use segments of the batch."""
+    """Counts batch norms and keeps float64. Can disable dropout, and can let batch norm use segments of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -406,6 +439,7 @@ class LayerOverrides(TorchFunctionMode):
                     raise ReplayError("batch norm over rows that are not samples")
                 segments = args[0].split([size * rows_per_sample for size in self.segments])
                 return torch.cat([func(rows, *args[1:], **kwargs) for rows in segments])
+        func, args, kwargs = _cast_to_float64(func, args, kwargs)
         return func(*args, **kwargs)
 
 
