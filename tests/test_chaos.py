@@ -8,21 +8,27 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import everyrank
-from everyrank.chaos import FAULTS, trainer_process
+from everyrank.chaos import FAULTS, campaign, inject, trainer_process
 from everyrank.chaos.campaign import _status, compare_runs
 from everyrank.chaos.faults import TWO_HOSTS, why_unnoticed
-from everyrank.chaos.trainer_run import TrainCall
+from everyrank.chaos.trainer_run import TrainCall, TrainerRun
 from everyrank.cli import main
 from everyrank.errors import EveryrankError
+from everyrank.launch import Launch
 from everyrank.layout import parse_layout
+from everyrank.options import ChaosOptions
 from everyrank.record import Parity, Record, read_records, write_records
 from everyrank.report.chaos import has_held, print_chaos
 from everyrank.train.guard import _ranks_that_differ
+from everyrank.workload import Source
 from processes import Cli, only_error_line, refusal_message
 from resuming import WORKLOAD
 
@@ -136,11 +142,106 @@ def test_comparison_finds_each_difference(baseline: Path, tmp_path: Path) -> Non
     log_path.write_text(original_log)
     original_record = (run / "record.json").read_text()
     (run / "record.json").write_text(original_record.replace('"eval_loss": ', '"eval_loss": 1'))
-    assert compare_runs(baseline, run, 6).first_divergence == "the metrics at the end"
+    changed = compare_runs(baseline, run, 6)
+    assert (changed.status, changed.bitwise, changed.first_divergence) == ("different", False, "the metrics at the end")
+    (run / "record.json").write_text(original_record.replace('"eval_loss"', '"other_loss"'))
+    assert compare_runs(baseline, run, 6).status == "different"
     (run / "record.json").write_text(original_record)
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     changed = compare_runs(baseline, run, 6)  # step 3 is the last checkpoint now
     assert (changed.status, changed.bitwise) == ("different", False)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "baseline_metrics", "difference"),
+    [
+        ({"loss": 2.0}, {"loss": 2.0}, 0.0),
+        ({"loss": 2.0, "accuracy": 0.5}, {"loss": 4.0, "accuracy": 0.5}, 0.5),
+        ({"loss": 2.0}, {"error": 2.0}, float("inf")),
+        ({"loss": float("nan")}, {"loss": float("nan")}, 0.0),
+        ({"loss": float("nan")}, {"loss": 2.0}, float("inf")),
+        ({"loss": float("inf")}, {"loss": float("inf")}, 0.0),
+    ],
+)
+def test_difference_of_metrics(
+    monkeypatch: pytest.MonkeyPatch, metrics: dict[str, float], baseline_metrics: dict[str, float], difference: float
+) -> None:
+    metrics_of_runs = {"run": metrics, "baseline": baseline_metrics}
+    monkeypatch.setattr(
+        campaign, "read_records", lambda path: [SimpleNamespace(metrics=metrics_of_runs[path.parent.name])]
+    )
+    assert campaign._metrics_difference(Path("run"), Path("baseline")) == difference
+
+
+@pytest.mark.parametrize("kind", ["linear", "frozen first", "lstm first"])
+def test_nan_gradient_is_injected_once_into_a_trained_module(kind: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.LSTM(4, 4) if kind == "lstm first" else nn.Linear(4, 4)
+            self.first.requires_grad_(kind != "frozen first")
+            self.last = nn.Linear(4, 1)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            output = self.first(inputs)
+            return self.last(output[0] if isinstance(output, tuple) else output)
+
+    model = Model()
+    inject._nan_gradient(inject.Injection("nan-gradient", 0, 0, ""), SimpleNamespace(model=model))
+    with torch.no_grad():
+        model(torch.ones(3, 4))  # an evaluation has no gradients
+    for is_expected in (True, False):
+        model.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert any(bool(gradient.isnan().any()) for gradient in gradients) is is_expected
+
+
+def test_slow_baseline_is_reported_with_the_flag_for_a_longer_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    limits: list[float] = []
+
+    def run_trainer(_call: object, _folder: Path, limit: float) -> TrainerRun:
+        limits.append(limit)
+        return TrainerRun(status=None, message="KeyboardInterrupt")
+
+    monkeypatch.setattr(campaign, "run_trainer", run_trainer)
+    launch = Launch(processes=2, start_timeout_seconds=600.0)
+    with pytest.raises(EveryrankError, match=r"did not end within \d+ s; .* a longer --start-timeout") as error:
+        campaign.train_baseline(Source("digits"), parse_layout("ddp"), launch, ChaosOptions(), tmp_path)
+    assert "KeyboardInterrupt" not in str(error.value)
+    assert limits[0] > 600
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--processes 4 --layout ddp fsdp:shard=3", "fsdp:shard=3"),
+        ("--layout ddp single", "layout single runs in one process"),
+        ("--layout ddp --launcher slurm", "the allocation has several: --launcher spawn"),
+    ],
+)
+def test_wrong_call_is_refused_before_any_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, named: str
+) -> None:
+    monkeypatch.setattr(campaign, "train_baseline", pytest.fail)
+    if "slurm" in arguments:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.setenv("SLURM_NNODES", "2")
+        monkeypatch.setenv("SLURM_NTASKS", "2")
+    message = refusal_message(capsys, "chaos", "digits", *arguments.split())
+    assert named in message
+    assert "None" not in message
+
+
+def test_other_systems_than_linux_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(campaign, "train_baseline", pytest.fail)
+    monkeypatch.setattr(campaign.sys, "platform", "darwin")
+    assert main(["chaos", "digits", "--layout", "ddp"]) == 3
+    assert "Linux" in capsys.readouterr().err
 
 
 RECOVERED = {"left": 0, "is_noticed": True, "notice_seconds": 1.0, "bound_seconds": 45.0, "updates_lost": 5}
@@ -161,8 +262,6 @@ RECOVERED = {"left": 0, "is_noticed": True, "notice_seconds": 1.0, "bound_second
     ],
 )
 def test_status_names_the_failed_expectation(changes: dict[str, Any], parity: str, expected: str) -> None:
-    from everyrank.options import ChaosOptions
-
     assert _status(FAULTS["kill-rank"], RECOVERED | changes, Parity(parity), ChaosOptions(save_every=5)) == expected
 
 

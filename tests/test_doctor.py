@@ -15,9 +15,11 @@ import tempfile
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from everyrank.doctor import CheckResult, DoctorReport, paste
@@ -27,11 +29,12 @@ from everyrank.doctor.machine import (
     check_cores,
     check_files,
     check_machine,
+    check_memory_size,
     check_shared_memory,
     check_space,
     check_threads,
 )
-from everyrank.doctor.memory import memory_results
+from everyrank.doctor.memory import _this_machine, memory_results
 from everyrank.doctor.network import (
     check_host_name,
     check_interface,
@@ -40,7 +43,7 @@ from everyrank.doctor.network import (
     check_rendezvous_port,
 )
 from everyrank.doctor.results import ABSENT, OK, PROBLEM, WARNING, absent, ok, problem, warning
-from everyrank.doctor.selftest import _wrong_answers
+from everyrank.doctor.selftest import _torch_facts, _wrong_answers
 from everyrank.doctor.software import (
     NEWEST_TESTED_TORCH,
     OLDEST_TORCH,
@@ -50,9 +53,11 @@ from everyrank.doctor.software import (
     installed_versions,
 )
 from everyrank.errors import RankFailedError
+from everyrank.launch.host_info import container_memory_bytes
 from everyrank.train.trackers import TRACKERS
 from everyrank.world import World
 from forkserver import ForkServer
+from launching import OPEN_MPI, SRUN
 from processes import refusal_message
 from try_versions import TORCHES
 
@@ -80,6 +85,20 @@ def test_memory_results_compare_each_layout_with_the_memory_of_the_machine() -> 
     assert "no tensor_plan" in results[3].text
 
 
+@pytest.mark.parametrize(
+    ("device", "processes", "gib"), [(None, None, 80), (None, 2, 80), (None, 3, 40), ("cuda", 4, 40)]
+)
+def test_ranks_that_share_a_gpu_share_its_memory(
+    monkeypatch: pytest.MonkeyPatch, device: str | None, processes: int | None, gib: int
+) -> None:
+    properties = SimpleNamespace(name="card", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert _this_machine(device, processes).gpu.memory == gib * 2**30
+    assert _this_machine("cpu", processes).gpu.name == "cpu"
+
+
 INTERFACES = {"lo": "127.0.0.1", "eth0": "192.0.2.2"}
 LAUNCHER_VARIABLES = {
     "RANK": "1",
@@ -88,6 +107,16 @@ LAUNCHER_VARIABLES = {
     "LOCAL_WORLD_SIZE": "2",
     "MASTER_ADDR": "192.0.2.77",
     "MASTER_PORT": "29501",
+}
+SRUN_SHELL = {  # in a shell that `srun --pty bash` starts
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_NNODES": "1",
 }
 REMOVED_VARIABLES = (
     *LAUNCHER_VARIABLES,
@@ -208,6 +237,14 @@ def test_cgroup_quota_is_read_from_cpu_max(tmp_path: Path, text: str, quota: flo
 
 def test_no_cgroup_means_no_quota(tmp_path: Path) -> None:
     assert cgroup_quota(tmp_path / "nowhere") is None
+
+
+def test_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
+    assert check_memory_size(128 * 2**30, 2**30, 128 * 2**30).text == "128.0 GiB, 1.0 GiB of it free"
+    assert check_memory_size(128 * 2**30, 2**30, 2**31).text.startswith("2.0 GiB for this container")
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("1048576\n")
+    assert container_memory_bytes(tmp_path) == MIB
 
 
 def test_nearly_full_shared_memory_is_a_problem() -> None:
@@ -397,6 +434,24 @@ def test_leftover_launcher_variables_are_a_problem() -> None:
     assert_one_line_with_fix(result, "rank 1 of 2", "unset RANK")
 
 
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        (SRUN, "wait for the other ranks"),
+        (SRUN_SHELL, "start no others"),
+        (OPEN_MPI, "wait for the other ranks"),
+        (LAUNCHER_VARIABLES, "wait for the other ranks"),
+    ],
+)
+def test_fix_names_the_variables_that_make_a_rank(environment: dict[str, str], text: str) -> None:
+    """A launcher sets its own variables, so there may be no RANK to unset."""
+    result = check_launcher(environment)
+    assert_one_line_with_fix(result, text)
+    names = result.fix.partition(",")[0].removeprefix("unset ").split()
+    assert set(names) <= set(environment)
+    assert check_launcher({name: value for name, value in environment.items() if name not in names}).status == OK
+
+
 @pytest.mark.parametrize("remaining", [["RANK"], ["WORLD_SIZE"], ["RANK", "WORLD_SIZE", "MASTER_ADDR"]])
 def test_incomplete_launcher_variables_are_a_problem(remaining: list[str]) -> None:
     result = check_launcher({name: LAUNCHER_VARIABLES[name] for name in remaining})
@@ -489,8 +544,8 @@ def test_torchvision_for_cuda_with_torch_for_cpu_is_a_problem() -> None:
     result = check_combinations(versions, driver=None)[-1]
     assert result.status == PROBLEM
     assert_one_line_with_fix(result, "torchvision", "0.28.0", "2.13.0+cpu", "pip uninstall torchvision")
-    for torch, torchvision in (("2.13.0+cpu", "0.28.0+cpu"), ("2.13.0", "0.28.0")):
-        matching_versions = {**versions, "torch": torch, "torchvision": torchvision}
+    for torch_version, torchvision in (("2.13.0+cpu", "0.28.0+cpu"), ("2.13.0", "0.28.0")):
+        matching_versions = {**versions, "torch": torch_version, "torchvision": torchvision}
         assert [row.status for row in check_combinations(matching_versions, driver=None)] == [OK]
 
 
@@ -543,24 +598,51 @@ def test_requirements_of_layouts() -> None:
     assert set(statuses(2, runs=False).values()) == {ABSENT}
 
 
+def test_layouts_of_several_ranks_need_a_backend_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_cuda, backend, names in ((0, "shm", {"single"}), (2, "nccl", {"single", "dataparallel"})):
+        run_ranks = _rank_results([], devices=num_cuda, nccl=num_cuda > 0)
+
+        def fail_in(launch: Any, *arguments: Any, run_ranks: Any = run_ranks, backend: str = backend) -> dict[int, Any]:
+            if launch.backend == backend:
+                raise RankFailedError("rank 0 of 2: no peer access")
+            return run_ranks(launch, *arguments)
+
+        monkeypatch.setattr(checks_module, "run_ranks", fail_in)
+        sections = checks_module.run_checks().sections
+        assert {result.what for result in sections["layouts"] if result.status == OK} == names
+
+
+def test_driver_that_is_too_old_is_a_problem_of_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040)")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    facts = _torch_facts()
+    assert facts["devices"] == []
+    assert_one_line_with_fix(checks_module._devices(facts), "too old", "--device cpu")
+
+
 def test_reason_for_no_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason is CUDA_VISIBLE_DEVICES, a build without CUDA, or a missing driver."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    result = checks_module._devices({"devices": [], "cuda": "13.0"})
+    facts: dict[str, Any] = {"devices": [], "cuda_error": ""}
+    result = checks_module._devices({**facts, "cuda": "13.0"})
     assert result.status == ABSENT
     assert "CUDA_VISIBLE_DEVICES=''" in result.text
     assert result.fix
-    assert "built without CUDA" in checks_module._devices({"devices": [], "cuda": None}).text
+    assert "built without CUDA" in checks_module._devices({**facts, "cuda": None}).text
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert "no driver" in checks_module._devices({"devices": [], "cuda": "13.0"}).text
+    assert "no driver" in checks_module._devices({**facts, "cuda": "13.0"}).text
     gpu = {"name": "H200", "memory_bytes": 139 * 2**30}
-    assert checks_module._devices({"devices": [gpu], "cuda": "13.0"}) == ok("devices", "CPU, H200 (139 GiB)")
+    assert checks_module._devices({**facts, "devices": [gpu], "cuda": "13.0"}) == ok("devices", "CPU, H200 (139 GiB)")
 
 
 def _rank_results(wrong: list[str], devices: int = 0, nccl: bool = False) -> Callable[..., dict[int, Any]]:
     facts = {
         "devices": [{"name": "card", "memory_bytes": 2**30}] * devices,
         "cuda": "13.0" if nccl else None,
+        "cuda_error": "",
         "backends": {"gloo": True, "nccl": nccl, "mpi": False, "ucc": False},
         "rpc": ["TENSORPIPE"],
     }

@@ -77,7 +77,7 @@ def run(
     if options.epochs is not None and options.steps is not None:
         raise UsageError(f"--epochs {options.epochs} --steps {options.steps}: give one of the two")
     _check_choices(options)
-    _check_one_process(layout, launch)
+    layout.check_processes(launch.processes)
     if not options.evaluate:
         check_fewer_ranks(layout, launch, options.out)
     options = dataclasses.replace(
@@ -127,7 +127,7 @@ def predict(
         raise UsageError("predict needs a trained model: --resume DIR (a run or a checkpoint), or --pretrained FILE")
     if options.resume is not None and options.pretrained is not None:
         raise UsageError("--resume and --pretrained: both give weights; use one of the two")
-    _check_one_process(layout, launch)
+    layout.check_processes(launch.processes)
     options = dataclasses.replace(
         options,
         out=options.out.absolute(),
@@ -137,12 +137,6 @@ def predict(
     sent = _sent(workload, options.resume)
     results = run_ranks(launch, "everyrank.prediction.rank:predict_rank", sent, layout, launch, options)
     return results.get(0) or 0
-
-
-def _check_one_process(layout: Layout, launch: Launch) -> None:
-    layout.mesh(launch.processes)
-    if layout.axis is None and launch.processes > 1:
-        raise LayoutError(f"layout {layout} runs in one process, not in {launch.processes}; use --processes 1")
 
 
 def check_fewer_ranks(layout: Layout, launch: Launch, out: Path | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from everyrank.launch import (
 )
 from everyrank.launch.host_info import LOOPBACK
 from launching import MPICH, OPEN_MPI, SLURM_JOB, SRUN
-from processes import free_port
+from processes import free_port, refusal_message
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,30 @@ def test_doctor_reports_a_loopback_address_for_several_hosts(monkeypatch: pytest
 def test_doctor_reports_the_interface(interface: str | None, status: str) -> None:
     """It reports the interface that would be used, or that the named one is missing."""
     finding = doctor.check_rendezvous(Launch(interface=interface))[-1]
-    assert (finding.what, finding.status) == ("interface", status)
+    assert (finding.what, finding.status, finding.private) == ("interface", status, True)
+
+
+def test_doctor_recognizes_the_second_address_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interface may have several addresses, for example IPv4 and IPv6. No other host is asked."""
+    rows = [SimpleNamespace(family=socket.AF_INET, address="192.0.2.2"), SimpleNamespace(address="2001:db8::7")]
+    monkeypatch.setattr(host_info.psutil, "net_if_addrs", lambda: {"eth0": rows})
+    monkeypatch.setattr(doctor, "addresses_of", lambda _: ["2001:db8::7"])
+    monkeypatch.setattr(doctor, "check_port", lambda *_: None)
+    monkeypatch.setattr(doctor.socket, "create_connection", pytest.fail)
+    finding = doctor._check_endpoint("2001:db8::7", 29500)
+    assert finding.status == "ok"
+    assert "is this host" in finding.line
+
+
+def test_dry_run_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "run_ranks", pytest.fail)
+    [start] = doctor.check_launch(Launch(), starts_ranks=False)["start"]
+    assert (start.status, start.text) == ("absent", "not tried: --dry-run")
+
+
+@pytest.mark.parametrize("flag", ["--launcher spawn", "--interface lo", "--backend gloo", "--dry-run", "--device cpu"])
+def test_doctor_without_launch_refuses_launch_flags(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert f"{flag.split()[0]}: doctor uses it only with --launch" in refusal_message(capsys, "doctor", *flag.split())
 
 
 @pytest.mark.parametrize("name", ["a..b", "nosuch.invalid"])

@@ -13,6 +13,7 @@ import math
 import random
 import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any
 from everyrank.chaos.faults import FAULTS, OWN_DISK, TWO_HOSTS, Fault, select_faults, why_unnoticed
 from everyrank.chaos.trainer_run import TrainCall, TrainerRun, run_trainer, why_no_disk
 from everyrank.chaos.two_hosts import NUM_HOSTS, RENDEZVOUS, why_no_link
-from everyrank.errors import EveryrankError, UsageError
+from everyrank.errors import CannotRunError, EveryrankError, UsageError
 from everyrank.launch import Launch
 from everyrank.layout import Layout
 from everyrank.options import ChaosOptions
@@ -50,14 +51,19 @@ _DISK_BYTES = 4 << 20  # space for the other files of a run
 
 @dataclass(frozen=True)
 class Baseline:
-    """The training without a fault: its call, Record and folder."""
+    """The training without a fault: its call, Record and folder, and the time limit of each of its runs."""
 
     call: TrainCall
     layout: Layout
-    size: int
-    timeout_seconds: float
+    launch: Launch
+    limit_seconds: float
     record: Record
     run: Path
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.launch.processes
 
 
 def run_campaign(
@@ -69,10 +75,15 @@ def run_campaign(
 ) -> list[Record]:
     """Return a Record for each layout and fault, with the outcome under `chaos` in its provenance.
 
-    `on_record` is called with each Record as soon as it is known. Raises `UsageError` for an unknown fault, and
+    `on_record` is called with each Record as soon as it is known. Raises `UsageError` for an unknown fault,
+    `LayoutError` for a layout that does not fit the ranks, `CannotRunError` on other systems than Linux, and
     `EveryrankError` if the baseline fails.
     """
     names = select_faults(list(options.faults))
+    if sys.platform != "linux":
+        raise CannotRunError("chaos reads /proc to find the processes that a fault leaves; run it on Linux")
+    for layout in layouts:
+        layout.check_processes(launch.processes)
     records: list[Record] = []
     folder = Path(tempfile.mkdtemp(prefix="everyrank-chaos-"))
     try:
@@ -103,6 +114,7 @@ def _launch_on_two_hosts(launch: Launch) -> Launch:
         device="cpu",
         backend="gloo",
         timeout_seconds=launch.timeout_seconds,
+        start_timeout_seconds=launch.start_timeout_seconds,
         nodes=NUM_HOSTS,
         node_rank=0,
         rendezvous=RENDEZVOUS,
@@ -113,7 +125,6 @@ def train_baseline(source: Source, layout: Layout, launch: Launch, options: Chao
     """Train once in float64 without a fault. Raises `EveryrankError` if the training fails."""
     if layout.precision == "float32":  # float64 shows the smallest differences
         layout = dataclasses.replace(layout, precision="float64")
-    layout.mesh(launch.processes)
     if options.steps <= 3 * options.save_every + 1:
         raise UsageError(
             f"--steps {options.steps} --save-every {options.save_every}: a fault is injected between two checkpoints; "
@@ -128,12 +139,18 @@ def train_baseline(source: Source, layout: Layout, launch: Launch, options: Chao
         save_every=options.save_every,
         guard_every=options.guard_every,
     )
-    run_result = run_trainer(call, folder / "baseline", _limit_seconds(launch.timeout_seconds, options))
+    limit = _limit_seconds(launch, options)
+    run_result = run_trainer(call, folder / "baseline", limit)
+    if run_result.status is None:
+        raise EveryrankError(
+            f"layout {layout}: the baseline run did not end within {limit:.0f} s; use fewer --steps, or a longer "
+            f"{launch.start_flag}, which increases this limit"
+        )
     if run_result.status != 0:
         raise EveryrankError(f"layout {layout}: the baseline run failed without a fault: {run_result.message}")
     run = Path(call.run)
     [record] = read_records(run / "record.json")
-    return Baseline(call, layout, launch.processes, launch.timeout_seconds, record, run)
+    return Baseline(call, layout, launch, limit, record, run)
 
 
 def inject_fault(baseline: Baseline, name: str, options: ChaosOptions, folder: Path) -> Record:
@@ -155,7 +172,7 @@ def inject_fault(baseline: Baseline, name: str, options: ChaosOptions, folder: P
     end_update = (update // options.save_every + 1) * options.save_every
     injection = {"fault": name, "update": update, "rank": rank, "journal": "", "until": end_update}
     call_with_fault = dataclasses.replace(call, injections=[injection])
-    limit = _limit_seconds(baseline.timeout_seconds, options)
+    limit = baseline.limit_seconds
     first = run_trainer(call_with_fault, folder / "first", limit, _disk_bytes(baseline, name))
     outcome |= _detection(fault, first, baseline, rank)
     outcome["left"] = first.num_left
@@ -183,9 +200,10 @@ def _why_skipped(baseline: Baseline, name: str) -> str:
 _NEED_TWO_RANKS = ("stop-rank", "mismatched-collective", "flipped-bit")
 
 
-def _limit_seconds(timeout_seconds: float, options: ChaosOptions) -> float:
+def _limit_seconds(launch: Launch, options: ChaosOptions) -> float:
     """Return the time limit of a run, enough for a busy machine."""
-    return _START_SECONDS + 2 * timeout_seconds + options.steps * _UPDATE_SECONDS
+    longest_wait = max(launch.timeout_seconds, launch.start_seconds)
+    return _START_SECONDS + 2 * longest_wait + options.steps * _UPDATE_SECONDS
 
 
 def _disk_bytes(baseline: Baseline, name: str) -> int:
@@ -198,7 +216,7 @@ def _disk_bytes(baseline: Baseline, name: str) -> int:
 
 def _detection(fault: Fault, first: TrainerRun, baseline: Baseline, rank: int) -> dict[str, Any]:
     """Return the fields that describe the detection: is_noticed, seen_by, said (the message) and notice_seconds."""
-    bound_seconds = baseline.timeout_seconds + _NOTICE_SECONDS
+    bound_seconds = baseline.launch.timeout_seconds + _NOTICE_SECONDS
     outcome: dict[str, Any] = {
         "seen_by": fault.noticed_by,
         "bound_seconds": bound_seconds,
@@ -336,15 +354,13 @@ def compare_runs(baseline: Path, run: Path, steps: int) -> Parity:
         or not (run / "record.json").exists()
     ):
         return Parity("different", first_divergence=f"{len(losses)} of {steps} updates are logged")
-    differences = {step: abs(losses[step] - loss) / max(abs(loss), 1e-300) for step, loss in baseline_losses.items()}
+    differences = {f"update {step}": _difference(losses[step], loss) for step, loss in baseline_losses.items()}
+    differences["the metrics at the end"] = _metrics_difference(run, baseline)
     largest = max(differences.values(), key=lambda difference: (math.isnan(difference), difference))
-    first = next((f"update {step}" for step, difference in differences.items() if difference != 0.0), None)
-    metrics = read_records(run / "record.json")[0].metrics
+    first = next((name for name, difference in differences.items() if difference != 0.0), None)
     exact = first is None
-    if exact and metrics != read_records(baseline / "record.json")[0].metrics:
-        first = "the metrics at the end"
     scope = f"{steps} updates, and all tensors of the last checkpoint"
-    if first is None or largest <= _TOLERANCE:
+    if largest <= _TOLERANCE:
         tensor_name = _first_different_tensor(find_checkpoint(run), find_checkpoint(baseline), exact)
         if tensor_name is None:
             return Parity("equal", exact, largest, _TOLERANCE, scope, first_divergence=first)
@@ -354,6 +370,25 @@ def compare_runs(baseline: Path, run: Path, steps: int) -> Parity:
 
 _TOLERANCE = 1e-12  # for losses, if a restart changes the order of additions
 _TENSOR_TOLERANCE = 1e-9  # for weights and optimizer state, whose rounding errors are larger relative to their values
+
+
+def _difference(value: float, baseline_value: float) -> float:
+    """Return the difference relative to the baseline; 0 if both are the same infinite number."""
+    return 0.0 if value == baseline_value else abs(value - baseline_value) / max(abs(baseline_value), 1e-300)
+
+
+def _metrics_difference(run: Path, baseline: Path) -> float:
+    """Return the largest relative difference of the metrics; infinite if their names or NaN values differ."""
+    metrics, baseline_metrics = (read_records(folder / "record.json")[0].metrics for folder in (run, baseline))
+    if metrics.keys() != baseline_metrics.keys():
+        return math.inf
+    differences = [0.0]
+    for name, value in metrics.items():
+        if math.isnan(value) or math.isnan(baseline_metrics[name]):
+            differences.append(0.0 if math.isnan(value) and math.isnan(baseline_metrics[name]) else math.inf)
+        else:
+            differences.append(_difference(value, baseline_metrics[name]))
+    return max(differences)
 
 
 def _first_different_tensor(first: Checkpoint, other_checkpoint: Checkpoint, exact: bool) -> str | None:

@@ -21,7 +21,7 @@ from everyrank.chaos.faults import FAULTS
 from everyrank.chaos.two_hosts import LINK, SLOW_LINK
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 __all__ = ["Injection", "Injections"]
 
@@ -120,17 +120,24 @@ def _run(*command: str) -> None:
 
 
 def _nan_gradient(_: Injection, prepared: Any) -> None:
-    """Replace the gradient of the first module's output by NaN; collectives spread it to the other ranks."""
+    """Replace the gradient of the output of the first trained module by NaN; collectives spread it to other ranks."""
     import torch
+    from torch.utils._pytree import tree_leaves
+
+    def corrupt(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not tensors or not handles:  # an evaluation, or the second module
+            return
+        for handle in handles:
+            handle.remove()
+        handles.clear()
+        tensors[0].register_hook(lambda gradient: torch.full_like(gradient, float("nan")))
 
     modules: list[nn.Module] = list(prepared.model.modules())
-    first = next(module for module in modules if next(module.parameters(recurse=False), None) is not None)
-
-    def corrupt(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        handle.remove()
-        output.register_hook(lambda gradient: torch.full_like(gradient, float("nan")))
-
-    handle = first.register_forward_hook(corrupt)
+    trained_modules = [
+        module for module in modules if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    ]
+    handles = [module.register_forward_hook(corrupt) for module in trained_modules]
 
 
 def _flip_bit(injection: Injection, prepared: Any) -> None:

@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
     layouts, launch = [parse_layout(text) for text in args.layout], launch_of(args)
     if launch.nodes > 1:
-        raise UsageError(f"--nodes {args.nodes}: faults are injected only on this host; leave --nodes out")
+        fix = "leave --nodes out" if args.nodes is not None else "the allocation has several: --launcher spawn"
+        raise UsageError(f"--nodes {launch.nodes}: faults are injected only on this host; {fix}")
     options = options_of(args, ChaosOptions, faults=tuple(args.faults), command=["everyrank", *args.argv])
     check_minimums(options)
     check_writable(args.json)

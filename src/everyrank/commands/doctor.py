@@ -55,17 +55,25 @@ def run(args: argparse.Namespace) -> int:
     # raises UsageError for a timeout that is not a positive number
     Launch(timeout_seconds=args.timeout, processes=1 if args.processes is None else args.processes)
     check_writable(args.json)
-    if not args.launch and (args.launcher or args.nodes or args.rendezvous or args.init_method):
-        raise UsageError("doctor checks a launcher only with --launch: add --launch")
+    flags = ["launcher", "nodes", "node_rank", "rendezvous", "init_method", "interface", "backend", "dry_run"]
+    flags += [] if args.checked is not None else ["device"]
+    given = next((flag for flag in flags if getattr(args, flag) not in (None, False)), None)
+    if not args.launch and given is not None:
+        raise UsageError(f"--{given.replace('_', '-')}: doctor uses it only with --launch; add --launch")
     if args.checked is None and (args.set or args.layout):
         raise UsageError("doctor --set and --layout are for a workload: everyrank doctor WORKLOAD --layout ddp")
     source = _source(args)
     launch = launch_of(args) if args.launch else None
     with progress((3 if launch else 5) + (source is not None), show=True) as advance:
-        report = DoctorReport(check_launch(launch, advance)) if launch else run_checks(args.timeout, advance)
+        if launch:
+            report = DoctorReport(check_launch(launch, advance, not args.dry_run))
+        else:
+            report = run_checks(args.timeout, advance)
         if source is not None:
             command = shlex.join([str(args.checked), *(["--set", *args.set] if args.set else [])])
-            report.sections["memory"] = check_memory(source, command, args.processes, args.layout or (), advance)
+            report.sections["memory"] = check_memory(
+                source, command, args.device, args.processes, args.layout or (), advance
+            )
     if args.json is not None:
         write_text(args.json, json.dumps(report.as_json(), indent=1) + "\n")
     with printing_results():

@@ -72,8 +72,15 @@ def run_checks(timeout_seconds: float = 60.0, advance: Callable[[str], None] = l
         [*sections["machine"], *sections["network"]], versions, timeout_seconds
     )
     num_cuda = len(torch_facts["devices"]) if torch_facts else 0
+    default_backend = "nccl" if num_cuda else "shm"
+    is_broken = any(result.what == default_backend and result.status == PROBLEM for result in sections["backends"])
     advance("layouts")
-    sections["layouts"] = layouts_here(num_cuda, runs=torch_facts is not None, has_horovod="horovod" in versions)
+    sections["layouts"] = layouts_here(
+        num_cuda,
+        runs=torch_facts is not None,
+        has_horovod="horovod" in versions,
+        broken_backend=default_backend if is_broken else "",
+    )
     sections["optional"] = check_optional(versions)
     return DoctorReport(sections, versions)
 
@@ -140,6 +147,12 @@ def _selftest(backend: str, ranks: int, device: str, timeout: float) -> tuple[li
 
 def _devices(facts: dict[str, Any]) -> CheckResult:
     """Return the CUDA devices, or why there are none."""
+    if facts["cuda_error"]:
+        return problem(
+            "devices",
+            f"CUDA cannot be used: {facts['cuda_error']}",
+            "update the driver, or install torch for an older CUDA (pytorch.org); until then, use --device cpu",
+        )
     if facts["devices"]:
         names = [f"{device['name']} ({device['memory_bytes'] / 2**30:.0f} GiB)" for device in facts["devices"]]
         return ok("devices", "CPU, " + ", ".join(names))
@@ -150,12 +163,14 @@ def _devices(facts: dict[str, Any]) -> CheckResult:
     return absent("devices", f"only the CPU: {reason}")
 
 
-def layouts_here(num_cuda: int, runs: bool, has_horovod: bool) -> list[CheckResult]:
-    """Return a result for each layout: whether it can run here."""
+def layouts_here(num_cuda: int, runs: bool, has_horovod: bool, broken_backend: str = "") -> list[CheckResult]:
+    """Return a result for each layout: whether it can run here. `broken_backend` is the default one, if it fails."""
     results: list[CheckResult] = []
     for name in STRATEGIES:
         if not runs:
             results.append(absent(name, "not verified here: no rank started"))
+        elif broken_backend and STRATEGIES[name].axis is not None:
+            results.append(absent(name, f"not verified here, because of the problem with {broken_backend}"))
         elif name == "dataparallel" and num_cuda < 2:
             results.append(absent(name, "not verified here: needs 2 CUDA devices"))
         elif name == "horovod" and not has_horovod:

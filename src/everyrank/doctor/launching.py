@@ -18,6 +18,7 @@ from everyrank.launch.host_info import (
     check_port,
     check_reachable,
     choose_interface,
+    interfaces_with,
     is_loopback,
     local_address_towards,
     split_endpoint,
@@ -29,7 +30,9 @@ __all__ = ["check_launch", "check_rendezvous", "check_slurm", "check_start"]
 _MOST_SKEW_SECONDS = 1.0
 
 
-def check_launch(launch: Launch, advance: Callable[[str], None] = lambda _: None) -> dict[str, list[CheckResult]]:
+def check_launch(
+    launch: Launch, advance: Callable[[str], None] = lambda _: None, starts_ranks: bool = True
+) -> dict[str, list[CheckResult]]:
     """Return the results by section. Starts the ranks of `launch` once, unless an earlier check found a problem."""
     advance("environment")
     environment = [*check_network(os.environ), *check_slurm(os.environ), check_program(launch)]
@@ -38,6 +41,8 @@ def check_launch(launch: Launch, advance: Callable[[str], None] = lambda _: None
     advance("start")
     problems = [result for result in [*environment, *rendezvous] if result.status == PROBLEM]
     not_tried = [absent("start", f"not tried, because of the problem with {failed.what}") for failed in problems[:1]]
+    if not starts_ranks:
+        not_tried = [absent("start", "not tried: --dry-run")]
     return {"environment": environment, "rendezvous": rendezvous, "start": not_tried or check_start(launch)}
 
 
@@ -107,13 +112,13 @@ def check_rendezvous(launch: Launch) -> list[CheckResult]:
         )
         results.append(ok("interface", f"{name or 'the backend chooses'}: {reason}", private=True))
     except UsageError as error:
-        results.append(problem("interface", str(error), "leave it out, or name one of those"))
+        results.append(problem("interface", str(error), "leave it out, or name one of those", private=True))
     return results
 
 
 def _check_endpoint(host: str, port: int) -> CheckResult:
     """Check that the port is free if `host` is this machine, else that it accepts connections."""
-    if any(is_loopback(address) or address in usable_interfaces().values() for address in addresses_of(host)):
+    if any(is_loopback(address) or interfaces_with(address) for address in addresses_of(host)):
         try:
             check_port(host, port)
         except UsageError as error:

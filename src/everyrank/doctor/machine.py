@@ -15,6 +15,7 @@ import psutil
 
 from everyrank.doctor.results import CheckResult, absent, ok, problem, warning
 from everyrank.launch import cgroup_quota, num_cores, threads_asked
+from everyrank.launch.host_info import container_memory_bytes
 
 __all__ = ["check_cores", "check_files", "check_machine", "check_shared_memory", "check_space", "check_threads"]
 
@@ -30,7 +31,7 @@ def check_machine(environment: Mapping[str, str]) -> list[CheckResult]:
     results = [
         check_cores(cores, os.cpu_count() or 1, cgroup_quota(Path("/sys/fs/cgroup"))),
         check_threads(environment, cores),
-        ok("memory", f"{_size(memory.total)}, {_size(memory.available)} of it free"),
+        check_memory_size(memory.total, memory.available, container_memory_bytes()),
     ]
     shared_memory = Path("/dev/shm")
     if shared_memory.is_dir():
@@ -59,6 +60,13 @@ def check_cores(usable: int, present: int, quota: float | None) -> CheckResult:
             f"limit the cores instead (taskset -c 0-{max(0, math.ceil(quota) - 1)} ..., docker --cpuset-cpus)",
         )
     return ok("cores", text)
+
+
+def check_memory_size(total: int, free: int, limit: int) -> CheckResult:
+    """Return the memory of this machine, or of this container if its limit is lower. All in bytes."""
+    if limit < total:
+        return ok("memory", f"{_size(limit)} for this container; its host has {_size(total)}, {_size(free)} of it free")
+    return ok("memory", f"{_size(total)}, {_size(free)} of it free")
 
 
 def check_threads(environment: Mapping[str, str], cores: int) -> CheckResult:

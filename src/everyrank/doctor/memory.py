@@ -17,17 +17,24 @@ __all__ = ["check_memory", "memory_results"]
 
 
 def check_memory(
-    source: Source, command: str, processes: int | None, layouts: Sequence[str], advance: Callable[[str], None]
+    source: Source,
+    command: str,
+    device: str | None,
+    processes: int | None,
+    layouts: Sequence[str],
+    advance: Callable[[str], None],
 ) -> list[CheckResult]:
     """Return for each layout whether it fits on the GPUs of this machine, or on its CPU with two ranks.
 
-    `command` is the workload as typed in a shell. Raises `UsageError` for a wrong workload or layout.
+    `command` is the workload as typed in a shell. `device` and `processes` are those that the user gives. Raises
+    `UsageError` for a wrong workload or layout.
     """
     from everyrank.plan.traced import answer_workload
     from everyrank.workload.find import load
 
     advance("memory")
-    return memory_results(answer_workload(load(source), source.place, command, _this_machine(processes), layouts))
+    machine = _this_machine(device, processes)
+    return memory_results(answer_workload(load(source), source.place, command, machine, layouts))
 
 
 def memory_results(answer: Mapping[str, Any]) -> list[CheckResult]:
@@ -52,17 +59,20 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.3g} GiB"
 
 
-def _this_machine(processes: int | None) -> Cluster:
-    """Return the GPUs of this machine with their memory, or its CPU."""
+def _this_machine(device: str | None, processes: int | None) -> Cluster:
+    """Return the GPUs of this machine with the memory that each rank has of them, or its CPU."""
     import torch
 
     from everyrank.plan.hardware import find_gpu, host_cluster
 
-    if not torch.cuda.is_available():
+    if device == "cpu" or not torch.cuda.is_available():
         return host_cluster("cpu", processes or 2)
-    properties, ranks = torch.cuda.get_device_properties(0), processes or torch.cuda.device_count()
+    num_devices = torch.cuda.device_count()
+    properties, ranks = torch.cuda.get_device_properties(0), processes or num_devices
+    ranks_per_device = -(-ranks // num_devices)  # more ranks than GPUs share them
     try:
         gpu = find_gpu(properties.name)
     except UsageError:  # a GPU that plan does not know: only its memory matters here
         gpu = replace(host_cluster("cpu", 1).gpu, name=properties.name)
-    return replace(host_cluster("cpu", ranks), gpu=replace(gpu, memory=properties.total_memory))
+    memory = properties.total_memory // ranks_per_device
+    return replace(host_cluster("cpu", ranks), gpu=replace(gpu, memory=memory))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from everyrank.doctor.results import CheckResult, ok, problem, warning
 from everyrank.errors import UsageError
-from everyrank.launch import rank_info_from_environment
+from everyrank.launch import find_launcher, rank_info_from_environment
 from everyrank.launch.host_info import addresses_of, usable_interfaces
 
 __all__ = ["check_host_name", "check_interface", "check_launcher", "check_network", "check_rendezvous_port"]
@@ -126,10 +126,14 @@ def check_launcher(environment: Mapping[str, str]) -> CheckResult:
     except UsageError as error:
         return problem("launcher", str(error), f"or unset {names}", private=True)
     if info is not None:
+        launcher = find_launcher(info.started_by)
+        if launcher is not None and launcher.marker_variable is None:  # it sets variables of its own
+            names = " ".join(name for group in launcher.rank_variables for name in group if environment.get(name))
+        effect = "wait for the other ranks there" if info.size > 1 else "run as this rank, and start no others"
         return problem(
             "launcher",
             f"the environment makes this rank {info.rank} of {info.size} at {info.rendezvous_url}: "
-            "every command would wait for the other ranks there",
+            f"every command would {effect}",
             f"unset {names}, unless a launcher has just set them",
             private=True,
         )

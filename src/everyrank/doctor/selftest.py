@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from everyrank._version import __version__
+from everyrank.errors import describe
 from everyrank.launch import Launch, RankInfo
 from everyrank.launch.host_info import host_name
 from everyrank.world import World, open_world, store_barrier
@@ -98,15 +99,20 @@ def _wrong_answers(world: World, length: int) -> list[str]:
 
 
 def _torch_facts() -> dict[str, Any]:
-    """Return the features of this build of torch, and its devices."""
+    """Return the features of this build of torch, and its devices, or why CUDA cannot be used."""
     devices: list[dict[str, Any]] = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        devices.append({"name": properties.name, "memory_bytes": properties.total_memory})
+    cuda_error = ""
+    try:
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            devices.append({"name": properties.name, "memory_bytes": properties.total_memory})
+    except RuntimeError as error:  # torch counts devices even if the driver is too old for this build
+        devices, cuda_error = [], describe(error)
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
         "devices": devices,
+        "cuda_error": cuda_error,
         "backends": {name: getattr(dist, f"is_{name}_available")() for name in ("gloo", "nccl", "mpi", "ucc")},
         "rpc": [backend.name for backend in rpc.BackendType] if rpc.is_available() else [],
     }

@@ -26,9 +26,11 @@ __all__ = [
     "check_port",
     "check_reachable",
     "choose_interface",
+    "container_memory_bytes",
     "has_driver",
     "host_memory_bytes",
     "host_name",
+    "interfaces_with",
     "is_loopback",
     "local_address_towards",
     "num_accelerators",
@@ -110,11 +112,15 @@ def cgroup_quota(folder: Path) -> float | None:
     return None
 
 
+def container_memory_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory of this host without swap, or of this container if its limit is lower."""
+    return _limited(psutil.virtual_memory().total, root, "memory.max", "memory/memory.limit_in_bytes")
+
+
 def host_memory_bytes(root: Path = Path("/")) -> int:
     """Bytes of memory and swap of this host, or of this container if its limits are lower."""
-    memory = _limited(psutil.virtual_memory().total, root, "memory.max", "memory/memory.limit_in_bytes")
     swap = _limited(psutil.swap_memory().total, root, "memory.swap.max")
-    return _limited(memory + swap, root, "memory/memory.memsw.limit_in_bytes")
+    return _limited(container_memory_bytes(root) + swap, root, "memory/memory.memsw.limit_in_bytes")
 
 
 def _limited(num_bytes: int, root: Path, *names: str) -> int:
@@ -218,7 +224,7 @@ def check_reachable(host: str, flag: str) -> None:
 
 def check_port(host: str, port: int) -> None:
     """Raise `UsageError` if a store cannot listen at this port. Does not check addresses of other hosts."""
-    addresses = [address for address in addresses_of(host) if is_loopback(address) or _interfaces_with(address)]
+    addresses = [address for address in addresses_of(host) if is_loopback(address) or interfaces_with(address)]
     if not addresses:
         return
     with socket.socket(socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -263,11 +269,11 @@ def choose_interface(
     if local_address is None:
         return None, "left to the backend"
     names = [name for name, address in interfaces.items() if address == local_address]
-    names += _interfaces_with(local_address)
+    names += interfaces_with(local_address)
     return (names[0], f"it has {local_address}, the route to the others") if names else (None, "left to the backend")
 
 
-def _interfaces_with(address: str) -> list[str]:
+def interfaces_with(address: str) -> list[str]:
     """Return the interfaces with this address. An interface may have several addresses."""
     return [
         name

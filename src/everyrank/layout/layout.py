@@ -221,6 +221,12 @@ class Layout:
             )
         return {key: degrees[key] for key in AXES if key in degrees}
 
+    def check_processes(self, processes: int) -> None:
+        """Raise `LayoutError` if a training with this layout cannot run on this number of ranks."""
+        self.mesh(processes)
+        if self.axis is None and processes > 1:
+            raise LayoutError(f"layout {self} runs in one process, not in {processes}; use --processes 1")
+
     def _fixed(self, world_size: int) -> dict[str, int]:
         product = math.prod(self.degrees.values())
         if world_size % product:
