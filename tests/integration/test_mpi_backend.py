@@ -153,6 +153,10 @@ differs = said(call, new_group())
 assert differs.startswith(f"RankFailedError: rank {rank} calls ") and "barrier" in differs and same in differs, differs
 longer = said(lambda group: dist.all_reduce(torch.ones(5 if rank else 9), group=group), new_group())
 assert "9 elements of float32" in longer and "5 elements of float32" in longer and same in longer, longer
+group = new_group()
+average = said(lambda group: dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG, group=group), group)
+assert "reduction avg of torch.int64" in average, average
+dist.all_reduce(torch.ones(2), group=group)  # the group still works
 # what two ranks alone can know
 if rank == 0:
     dist.send(torch.ones(5), 1)
@@ -167,10 +171,16 @@ uneven = said(lambda group: dist.all_to_all_single(torch.ones(2 * size), torch.o
 assert f"rank 0 of the group sends 12 bytes to rank {rank}, which expects 8" in uneven, uneven
 """
 MISSING = """
-group = dist.new_group(everybody, timeout=timedelta(seconds=3))
+group = dist.new_group(everybody, timeout=timedelta(seconds=60))
+group.set_timeout(timedelta(seconds=3))
 dist.all_reduce(torch.ones(3), group=group)
+if rank != 1:
+    try:
+        dist.recv(torch.ones(3), 1, group=group)
+    except Exception as error:
+        print(error, flush=True)
 if rank == 1:
-    time.sleep(6)
+    time.sleep(9)
 else:
     try:
         dist.all_reduce(torch.ones(3), group=group)
@@ -246,8 +256,9 @@ def test_mismatched_calls_are_reported_on_all_ranks(tmp_path: Path, mpi: dict[st
 
 
 def test_missing_rank_is_named_after_the_timeout(tmp_path: Path, mpi: dict[str, str], python: ForkServer) -> None:
-    """The two waiting ranks name the third, and not each other."""
+    """The two waiting ranks name the third, and not each other. `set_timeout` changes the timeout of messages, too."""
     done = by_mpirun(tmp_path, mpi, 3, MISSING, interpreter(mpi, python))
+    assert done.stdout.count("mpi recv timed out after 3 s") == 2, done.stdout + done.stderr
     assert done.stdout.count("mpi all_reduce timed out after 3 s") == 2, done.stderr
 
 

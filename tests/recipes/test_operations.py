@@ -17,7 +17,7 @@ __all__ = ["_forked_programs"]
 # The number of results that all ranks check, by recipe and world size.
 NUM_RESULTS = {
     "point_to_point": {2: 14, 3: 20, 4: 26},
-    "collectives": {1: 21, 2: 39, 3: 57, 4: 75},
+    "collectives": {1: 21, 2: 39, 3: 57, 4: 75, 14: 255},  # 14! is not exact in float32
     "process_groups": {1: 17, 2: 29, 3: 45, 4: 57},
 }
 # Some lines that rank 0 prints in a run on four ranks.

@@ -10,6 +10,7 @@ import ast
 import gzip
 import os
 import re
+import runpy
 import shlex
 import signal
 import socket
@@ -24,6 +25,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
 
 import everyrank
 from everyrank import Record, read_records
@@ -676,6 +680,47 @@ def test_batch_with_fewer_samples_than_ranks_is_refused(tmp_path: Path) -> None:
     assert not result.stdout
 
 
+@pytest.mark.parametrize("num_samples", [1, 3, 64, 65, 130])
+def test_each_sample_is_counted_once_by_any_number_of_ranks(num_samples: int) -> None:
+    """All ranks call the model equally often, also if the last batch has fewer samples than ranks."""
+    count_correct = runpy.run_path(str(SHARED_FOLDER / "digits.py"))["count_correct"]
+    labels = torch.arange(num_samples) % 3
+    data = TensorDataset(F.one_hot(torch.arange(num_samples) % 2, 3), labels)
+    expected = int((torch.arange(num_samples) % 2 == labels).sum())
+    for world_size in (1, 2, 4):
+        counts, num_calls = 0, set[int]()
+        for rank in range(world_size):
+            model = Counting()
+            counts += int(count_correct(model, data, torch.device("cpu"), rank, world_size))
+            num_calls.add(model.num_calls)
+        assert counts == expected
+        assert len(num_calls) == 1
+
+
+class Counting(torch.nn.Module):
+    """Returns its input and counts the calls."""
+
+    num_calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return inputs
+
+
+def test_groups_of_recipes_have_a_timeout() -> None:
+    """Groups and meshes do not inherit the timeout of init_process_group; torch's default is 10 or 30 minutes."""
+    num_groups = 0
+    for name in ALL_RECIPES:
+        text = (RECIPES_FOLDER / f"{name}.py").read_text().partition('"""')[2].partition('"""')[2]
+        for line in [line for line in text.splitlines() if "dist.new_group(" in line]:
+            num_groups += 1
+            assert "timeout=" in line, (name, line)
+        if "mesh_dim_names=" in text and name != "process_groups":  # which trains nothing
+            num_groups += 1
+            assert ".set_timeout(" in text, name
+    assert num_groups >= 5
+
+
 # Mistakes in files that the recipes share: (file, recipe, original text, replacement).
 SHARED_MUTATIONS = [
     # all ranks read the same samples
@@ -683,7 +728,7 @@ SHARED_MUTATIONS = [
     ("digits", "ddp_torchrun", "manual_seed(SEED + self.epoch)", "manual_seed(SEED)"),  # every epoch has the same order
     # the last batch is divided by the full size
     ("digits", "ddp_torchrun", "min(batch_size, num_samples - start)", "batch_size"),
-    ("digits", "ddp_torchrun", "(predicted.to(device) == labels.to(device)).sum()", "len(labels)"),
+    ("digits", "ddp_torchrun", "(predicted.to(device) == labels.to(device))[: len(indices)].sum()", "len(labels)"),
     # halves of two heads are used as one head
     ("transformer", "tensor", "(-1, WIDTH // HEADS)", "(HEADS, -1)"),
 ]
@@ -817,6 +862,15 @@ def test_start_without_srun_is_refused(tmp_path: Path, change: dict[str, str], g
         f"import runpy, torch; torch.cuda.device_count = lambda: {gpus}; runpy.run_path('slurm.py', None, '__main__')"
     )
     assert message in refusal_line(tmp_path, f"{PROGRAM_FOLDER}/python -c {shlex.quote(code)}", **change)
+
+
+def test_two_torchruns_on_one_host_do_not_share_its_gpus(tmp_path: Path) -> None:
+    """Each has a rank with LOCAL_RANK=0. Without a GPU here, both would end in `torch.cuda.set_device`."""
+    write_recipe(tmp_path, "multi_node")
+    text = (tmp_path / "multi_node.py").read_text()
+    assert text.count("torch.cuda.device_count()") == 1
+    (tmp_path / "multi_node.py").write_text(text.replace("torch.cuda.device_count()", "8"))
+    assert "top1" in run_commands(tmp_path, "\n".join(re.findall(r"^Run: (.*)$", text, re.MULTILINE))).stdout
 
 
 def test_mpi_without_mpirun_is_refused(tmp_path: Path) -> None:
@@ -992,6 +1046,8 @@ def test_imagenet_evaluate_uses_checkpoint_or_pretrained_weights(cli: Cli, tmp_p
             cli, tmp_path, images, text, IMAGENET_COMMAND.format(size, 0, 9) + " --evaluate" + more_args
         )
         assert (actual.numbers, actual.losses) == (expected, [])
+    ended = run_imagenet(cli, tmp_path, images, text, IMAGENET_COMMAND.format(2, 0, 1))  # all its epochs are done
+    assert (ended.numbers, ended.losses) == (expected, [])
     assert (tmp_path / "imagenet_ddp.pt").read_bytes() == checkpoint_content
 
 

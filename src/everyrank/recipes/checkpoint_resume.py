@@ -3,8 +3,8 @@
 Run: torchrun --standalone --nproc-per-node 2 checkpoint_resume.py --stop 25
 Run: torchrun --standalone --nproc-per-node 2 checkpoint_resume.py
 
-The first run stops after 25 updates. The second run resumes from the last checkpoint, with any number of ranks. It
-prints the losses of a run that was never interrupted.
+The first run stops after 25 updates. The second run resumes from the last checkpoint, with any number of ranks. With
+--float64 it prints the losses of a run that was never interrupted.
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs. A

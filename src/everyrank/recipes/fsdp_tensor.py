@@ -75,6 +75,8 @@ def main():
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )
     mesh = init_device_mesh(device.type, (world_size // TENSOR, TENSOR), mesh_dim_names=("shard", "tensor"))
+    for axis in mesh.mesh_dim_names:  # groups of a mesh do not inherit the timeout
+        mesh.get_group(axis).set_timeout(timedelta(minutes=5))
     shards, model = mesh["shard"], build().to(device, dtype)
     for block in model.blocks:
         parallelize_module(block, mesh["tensor"], PLAN)

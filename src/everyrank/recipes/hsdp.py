@@ -66,6 +66,8 @@ def main():
     model = build().to(device, dtype)
     # With 4 ranks and SHARDS=2, ranks 0 and 1 have the shards of one replica, ranks 2 and 3 of the other.
     mesh = init_device_mesh(device.type, (world_size // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard"))
+    for axis in mesh.mesh_dim_names:  # groups of a mesh do not inherit the timeout
+        mesh.get_group(axis).set_timeout(timedelta(minutes=5))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)  # shards the first and last layers

@@ -219,25 +219,27 @@ def main():
         schedule.load_state_dict(saved["schedule"])
         first_epoch, num_updates = saved["epoch"], saved["updates"]
 
-    if args.evaluate:
-        if not resume and not args.pretrained:
+    if args.evaluate or first_epoch >= args.epochs:  # a training that has ended prints its result again
+        if args.evaluate and not resume and not args.pretrained:
             raise SystemExit(f"--evaluate: there is no {checkpoint} here; give --pretrained FILE")
         top1, top5 = evaluate(model, eval_data, args, rank, world_size, device, dtype)
     for epoch in range(args.epochs if args.evaluate else first_epoch, args.epochs):
         start = time.perf_counter()
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(SEED + epoch))
+        torch.manual_seed(
+            (SEED + epoch) * world_size + rank
+        )  # dropout: other masks on each rank, the same after a resume
         local_batches, batch_sizes = split_batches(order, args.batch, rank, world_size)
-        # A rank without a sample in the last batch reads image 0 with weight 0, because DDP needs all ranks.
+        # A rank without a sample in the last batch reads image 0 and drops it, because DDP needs all ranks.
         keys = [[(epoch, index) for index in indices or [0]] for indices in local_batches]
         loader = DataLoader(Seeded(data), batch_sampler=keys, num_workers=args.workers, pin_memory=cuda)
         losses = []
         for (images, labels), indices, batch_size in zip(loader, local_batches, batch_sizes, strict=True):
+            images, labels = images[: len(indices)], labels[: len(indices)]
             images = images.to(device, dtype, non_blocking=True, memory_format=torch.channels_last)
             optimizer.zero_grad()
             with autocast:
                 loss = F.cross_entropy(ddp(images), labels.to(device, non_blocking=True), reduction="sum") / batch_size
-            if not indices:
-                loss = loss * 0
             (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             losses.append(loss.detach())

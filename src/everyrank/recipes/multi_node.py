@@ -50,7 +50,10 @@ def refuse(message):  # one line from each host; exit status 2: wrong usage
 
 
 def rendezvous():
-    """Return (store, rank, world size), after checking that hosts reach each other and have the same torch."""
+    """Return (store, rank, world size, number of ranks on this host).
+
+    Checks that the hosts reach each other and have the same torch.
+    """
     if "GROUP_RANK" not in os.environ:
         refuse("not started by torchrun: the commands are at the top of this file")
     master, host_name, local_rank = os.environ["MASTER_ADDR"], socket.gethostname(), os.environ["LOCAL_RANK"]
@@ -60,17 +63,18 @@ def rendezvous():
             probe.connect(address_of_master)  # sends nothing, but the system selects the source address
             address = probe.getsockname()[0]
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
-        store.set(f"host of {rank}", json.dumps([host_name, torch.__version__, address_of_master[0]]))
+        store.set(f"host of {rank}", json.dumps([host_name, address, torch.__version__, address_of_master[0]]))
         hosts = [json.loads(store.get(f"host of {other}")) for other in range(world_size)]
     except (dist.DistError, OSError) as error:
         refuse(f"{host_name} did not find all other hosts by MASTER_ADDR={master}: {str(error).splitlines()[0]}")
-    if len({version for _, version, _ in hosts}) > 1:
-        refuse(f"not the same torch: {', '.join(sorted({f'{host} has {version}' for host, version, _ in hosts}))}")
-    for host, _, resolved in hosts:
-        if len({name for name, _, _ in hosts}) > 1 and ipaddress.ip_address(resolved.partition("%")[0]).is_loopback:
+    if len({version for _, _, version, _ in hosts}) > 1:
+        refuse(f"not the same torch: {', '.join(sorted({f'{host} has {version}' for host, _, version, _ in hosts}))}")
+    for host, _, _, resolved in hosts:
+        if len({name for name, *_ in hosts}) > 1 and ipaddress.ip_address(resolved.partition("%")[0]).is_loopback:
             refuse(f"MASTER_ADDR={master} is {resolved} on {host}, loopback: change --master-addr (c10d: --local-addr)")
     sys.stdout.write(f"rank {rank} of {world_size}: host {host_name}, local rank {local_rank}, address {address}\n")
-    return store, rank, world_size
+    num_ranks_here = sum(other[:2] == [host_name, address] for other in hosts)
+    return store, rank, world_size, num_ranks_here
 
 
 def main():
@@ -78,8 +82,9 @@ def main():
     parser.add_argument("--float64", action="store_true", help="train in float64, and print the loss of every update")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    store, rank, world_size = rendezvous()
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
+    store, rank, world_size, num_ranks_here = rendezvous()
+    # One GPU per rank. Two torchruns on one host both count LOCAL_RANK from 0, so their ranks would share GPUs.
+    cuda = torch.cuda.device_count() >= num_ranks_here == int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -59,7 +59,8 @@ class Stage:
         self.layers = nn.Sequential(*(layers[index] for index in local_indices)).to(device, dtype)
         self.rank, self.num_later, self.device, self.dtype = rank, world_size - 1 - rank, device, dtype
         # Each direction has a group, because with NCCL messages of two ranks in one group share a queue.
-        self.to_next, self.to_previous = dist.new_group(), dist.new_group()
+        # A group does not inherit the timeout of init_process_group.
+        self.to_next, self.to_previous = (dist.new_group(timeout=timedelta(minutes=5)) for _ in range(2))
 
     def forward(self, images):
         """Return the input and output of this stage for a micro-batch, and the isend to the next stage."""

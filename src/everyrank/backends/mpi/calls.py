@@ -96,6 +96,7 @@ class Calls:
         if (
             name is None
             or (is_number and name in ("BAND", "BOR", "BXOR"))
+            or (reduction == "avg" and not is_number)  # the sum could not be divided in place
             or (dtype.is_complex and name in ("MIN", "MAX"))
         ):
             raise RuntimeError(

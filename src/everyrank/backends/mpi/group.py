@@ -41,11 +41,12 @@ def make_mpi_group(
                 communicator.Free()
 
     calls, wait_table = Calls(mpi, communicator), WaitTable(store, rank, ranks)
+    queue = OperationQueue(ranks, timeout_seconds, wait_table.update_missing)
     transport = Transport(
         "mpi",
         MpiCollectives(calls, rank, size, wait_table),
-        MpiMessages(calls, rank, size, ranks, timeout_seconds),
-        OperationQueue(ranks, timeout_seconds, wait_table.update_missing),
+        MpiMessages(calls, rank, size, queue),
+        queue,
         close,
     )
     return PythonGroup(transport, rank, size, name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from everyrank.backends.mpi.calls import Calls
@@ -15,13 +13,13 @@ __all__ = ["MpiMessages"]
 class MpiMessages:
     """Implements `GroupMessages` for one communicator.
 
-    ranks            the global rank of each rank of the group, for messages
-    pending_queues   the queue of each pending message
+    collective_queue   the queue of collectives, which has the current timeout of the group
+    pending_queues     the queue of each pending message
     """
 
-    def __init__(self, calls: Calls, rank: int, size: int, ranks: Sequence[int], timeout_seconds: float) -> None:
+    def __init__(self, calls: Calls, rank: int, size: int, collective_queue: OperationQueue) -> None:
         self.calls, self.mpi, self.communicator = calls, calls.mpi, calls.communicator
-        self.rank, self.size, self.ranks, self.timeout_seconds = rank, size, ranks, timeout_seconds
+        self.rank, self.size, self.ranks, self.collective_queue = rank, size, collective_queue.ranks, collective_queue
         self.pending_queues: dict[OperationQueue, None] = {}
 
     def queues(self) -> list[OperationQueue]:
@@ -29,7 +27,7 @@ class MpiMessages:
         return list(self.pending_queues)
 
     def _new_queue(self) -> OperationQueue:
-        queue = OperationQueue(self.ranks, self.timeout_seconds, is_message=True)
+        queue = OperationQueue(self.ranks, self.collective_queue.timeout_seconds, is_message=True)
         self.pending_queues[queue] = None
         return queue
 

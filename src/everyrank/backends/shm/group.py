@@ -78,7 +78,7 @@ def buffer_and_entry_bytes(size: int) -> tuple[int, int]:
 
     Raises `CannotRunError` for too many ranks for a buffer.
     """
-    divisor = max(1, size // _MAX_FULL_SIZE_RANKS)
+    divisor = -(-size // _MAX_FULL_SIZE_RANKS)
     buffer_bytes = _BUFFER_BYTES // divisor // _PAGE_BYTES * _PAGE_BYTES
     entry_bytes = max(_PAGE_BYTES, _ENTRY_BYTES // divisor**2 // _PAGE_BYTES * _PAGE_BYTES)
     if buffer_bytes < 128 * size:  # all_to_all sends the length for each rank, and then at least 64 bytes at a time

@@ -43,8 +43,8 @@ class DistributedBatchSampler(Sampler):
     ranks have equally many; these samples would count twice in the gradient.
     """
 
-    def __init__(self, num_samples, batch_size, rank, world_size, shuffle=True):
-        self.rank, self.world_size, self.shuffle, self.epoch = rank, world_size, shuffle, 0
+    def __init__(self, num_samples, batch_size, rank, world_size):
+        self.rank, self.world_size, self.epoch = rank, world_size, 0
         self.num_samples, self.batch_size = num_samples, batch_size
         self.batch_sizes = [min(batch_size, num_samples - start) for start in range(0, num_samples, batch_size)]
         smallest = min(self.batch_sizes)
@@ -58,9 +58,7 @@ class DistributedBatchSampler(Sampler):
         self.epoch = epoch
 
     def __iter__(self):
-        order = torch.arange(self.num_samples)
-        if self.shuffle:
-            order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(SEED + self.epoch))
+        order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(SEED + self.epoch))
         for batch in order.split(self.batch_size):
             yield batch.tensor_split(self.world_size)[self.rank].tolist()
 
@@ -75,11 +73,13 @@ def count_correct(model, data, device, rank=0, world_size=1):
     All ranks call the model equally often, because the forward pass of some models (FSDP) waits for all ranks.
     """
     model.eval()
-    sampler = DistributedBatchSampler(len(data), 64, rank, world_size, shuffle=False)
+    local_batches = [batch.tensor_split(world_size)[rank].tolist() for batch in torch.arange(len(data)).split(64)]
+    # A rank without a sample in the last batch classifies image 0 and does not count it.
+    loader = DataLoader(data, batch_sampler=[indices or [0] for indices in local_batches])
     correct = torch.zeros((), dtype=torch.int64, device=device)
-    for images, labels in DataLoader(data, batch_sampler=sampler):
+    for (images, labels), indices in zip(loader, local_batches, strict=True):
         predicted = model(images.to(device)).argmax(1)
-        correct += (predicted.to(device) == labels.to(device)).sum()
+        correct += (predicted.to(device) == labels.to(device))[: len(indices)].sum()
     model.train()
     return correct
 
