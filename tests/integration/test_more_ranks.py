@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
+
 import zoo
-from parity.test_equal import assert_equal, in_float64, parities
+from parity.test_equal import COMPILED, assert_equal, in_float64, parities
 from parity.test_model_parallel import SMALL
 
 CUBES = ["pipeline:shard=2,tensor=2", "fsdp:tensor=2,context=2", "fsdp:replicate=2,tensor=2"]
@@ -59,10 +61,8 @@ def test_low_precision_of_shards_is_equal(ranks: Any) -> None:
     assert_equal(layouts, parities(ranks, 4, "decoder", "sgd", layouts, steps=4, epochs=None))
 
 
+@pytest.mark.timeout(450)
 def test_compiled_tensor_layout_is_equal(ranks: Any) -> None:
     """torch.compile supports split matrices. One block is enough, because all compile in the same way."""
-    layouts = ["tensor:compile,precision=float64"]
-    model = functools.partial(zoo.decoder, num_blocks=1)
-    assert_equal(
-        layouts, parities(ranks, 2, "decoder", "sgd", layouts, steps=2, epochs=None, model=model, eval_data=None)
-    )
+    layouts, model = ["tensor:compile,precision=float64"], functools.partial(zoo.decoder, num_blocks=1)
+    assert_equal(layouts, parities(ranks, 2, "decoder", "sgd", layouts, **COMPILED, model=model))

@@ -26,6 +26,8 @@ from everyrank.world import World
 from everyrank.world.barrier import do_all_ranks_agree
 
 _COUNTER = iter(range(10**9))
+# For layouts that torch compiles, in minutes on busy cores: two updates of one size, because each size is compiled.
+COMPILED: dict[str, Any] = {"steps": 2, "epochs": None, "global_batch": 4, "eval_data": None, "timeout": 400.0}
 
 
 def check_all(world: World, key: str, name: str, optimizer: str, layouts: list[str], changes: dict[str, Any]) -> Any:
@@ -34,14 +36,16 @@ def check_all(world: World, key: str, name: str, optimizer: str, layouts: list[s
     return [check_layout(case, parse_layout(text), world, f"{key}/{text}")[0] for text in layouts]
 
 
-def parities(ranks: Any, count: int, name: str, optimizer: str, layouts: list[str], **changes: Any) -> list[Parity]:
+def parities(
+    ranks: Any, count: int, name: str, optimizer: str, layouts: list[str], timeout: float = 200.0, **changes: Any
+) -> list[Parity]:
     """Return the parity of each layout.
 
     On more than two ranks, it is in float64 only, unless the layout names its precision.
     """
     layouts = layouts if count <= 2 else in_float64(layouts)
     key = f"test/{next(_COUNTER)}"
-    all_parities = ranks(count, check_all, key, name, optimizer, layouts, changes)
+    all_parities = ranks(count, check_all, key, name, optimizer, layouts, changes, timeout=timeout)
     assert all(
         [parity.status for parity in rank_parities] == [parity.status for parity in all_parities[0]]
         for rank_parities in all_parities

@@ -12,7 +12,7 @@ from everyrank import EveryrankError, parse_layout
 from everyrank.errors import LayoutError
 from everyrank.strategies import prepare
 from everyrank.world import World
-from parity.test_equal import assert_equal, in_float64, parities
+from parity.test_equal import COMPILED, assert_equal, in_float64, parities
 
 pytestmark = pytest.mark.integration
 
@@ -65,12 +65,11 @@ def test_equal_under_other_strategies_and_in_low_precision(ranks: Any) -> None:
     assert_equal(layouts, parities(ranks, 2, "experts", "sgd", layouts))
 
 
+@pytest.mark.timeout(450)
 def test_equal_with_compile(ranks: Any) -> None:
     """The number of rows of an expert is known only at run time. One block is enough: all compile in the same way."""
     layouts, model = ["expert:compile,precision=float64"], functools.partial(zoo.expert_decoder, num_blocks=1)
-    assert_equal(
-        layouts, parities(ranks, 2, "experts", "sgd", layouts, steps=2, epochs=None, model=model, eval_data=None)
-    )
+    assert_equal(layouts, parities(ranks, 2, "experts", "sgd", layouts, **COMPILED, model=model))
 
 
 def refusal(world: World, layout: str, changes: dict[str, Any]) -> str:
