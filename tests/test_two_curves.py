@@ -104,7 +104,7 @@ def test_rounded_losses_and_different_steps(capsys: pytest.CaptureFixture[str], 
     jumping = write_csv(tmp_path / "d.csv", [value + 0.5 * (index > 30) for index, value in enumerate(values)])
     assert "agree before step 31" in compare_curves(capsys, before, jumping)[2]
     nan = write_csv(tmp_path / "e.csv", [math.nan if index > 7 else value for index, value in enumerate(values)])
-    assert "from step 8 on" in compare_curves(capsys, before, nan)[2]
+    assert "first at step 8" in compare_curves(capsys, before, nan)[2]
 
 
 def test_records_are_compared_by_layout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -230,3 +230,20 @@ def test_student_t_quantiles() -> None:
     """The values are from a printed table."""
     for value, freedom in ((12.706, 1), (4.3027, 2), (3.1824, 3), (2.2281, 10), (2.0423, 30)):
         assert _t_probability(value, freedom) == pytest.approx(0.975, abs=2e-5)
+
+
+def test_small_late_loss_makes_no_scale(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Four digits of a late loss are few, but the factor is that of the first losses, which have more."""
+    before = write_csv(tmp_path / "a.csv", [2.3, 1.0, 0.0005], digits=4)
+    now = write_csv(tmp_path / "b.csv", [6.1, 3.0, 0.001], digits=4)
+    _, result, out = compare_curves(capsys, before, now)
+    assert result == "undecided"
+    assert "scale" not in out
+
+
+def test_shortest_run_is_named_if_few_steps_are_in_common(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_csv(tmp_path / "a" / "a1.csv", [2.0] * 9)
+    write_csv(tmp_path / "a" / "a2.csv", [2.0])
+    other = write_csv(tmp_path / "b.csv", [2.0] * 9)
+    assert main(["report", "compare", str(tmp_path / "a"), str(other)]) == 2
+    assert "a2.csv has 1" in capsys.readouterr().err

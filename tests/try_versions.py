@@ -44,7 +44,7 @@ def find_python(version: str) -> str | None:
 def last_line(text: str) -> str:
     """Return the last line that is not empty, at most 200 characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "no word"
+    return lines[-1][:200] if lines else "no output"
 
 
 def reason_of(output: str) -> str:

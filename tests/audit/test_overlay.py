@@ -224,6 +224,19 @@ FILE_OPERATIONS = {
         for call in (lambda: open("folder", "w"), lambda: os.remove("folder")):
             try: call(); raise SystemExit("no error")
             except IsADirectoryError: pass
+        Path("new.txt").write_text("new")
+        for call in (lambda: open("kept.txt/x", "w"), lambda: os.mkdir("kept.txt/x"), lambda: open("new.txt/x", "w")):
+            try: call(); raise SystemExit("no error")
+            except NotADirectoryError: pass
+        assert Path("kept.txt").read_text() == "kept"
+    """,
+    "path through a new folder": """
+        os.makedirs("run"); assert Path("run/../kept.txt").read_text() == "kept" and os.path.exists("run/../kept.txt")
+        os.chdir("run/.."); assert Path("kept.txt").exists()
+    """,
+    "folder in place of a file": """
+        os.remove("kept.txt"); os.makedirs("kept.txt/deep")
+        assert [e.name for e in os.scandir("kept.txt")] == os.listdir("kept.txt") == ["deep"]
     """,
 }
 

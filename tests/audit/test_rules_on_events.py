@@ -18,6 +18,7 @@ from everyrank.audit.events import (
     EvalForward,
     EvalShare,
     Event,
+    Fetch,
     Forward,
     GroupOpened,
     LoaderBatch,
@@ -33,6 +34,7 @@ from everyrank.audit.rules.batches import check_batches
 from everyrank.audit.rules.clipping import check_clipping
 from everyrank.audit.rules.data import check_data
 from everyrank.audit.rules.evaluation import check_evaluation
+from everyrank.audit.rules.randomness import check_randomness
 from everyrank.audit.rules.replicas import check_replicas
 from everyrank.audit.rules.saving import check_saving
 from everyrank.audit.rules.speed import check_speed
@@ -388,3 +390,11 @@ def test_repeated_augmentation_is_no_overlap() -> None:
             for own in (repeated[rank::4] for rank in range(4))
         ]
         assert list(found(check_data, *ranks)) == rules
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_equal_augmentation_is_right_if_ranks_split_layers(is_split: bool) -> None:
+    """Under tensor parallelism, all ranks need the same samples."""
+    fetch = event(Fetch, dataset="Images", before=[1, 1, 1], after=[2, 1, 1])
+    events = [fetch, event(OptimizerStep, is_split=is_split, is_sharded=is_split)]
+    assert ("random.augment" in found(check_randomness, events, events)) is not is_split

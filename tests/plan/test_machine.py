@@ -12,7 +12,7 @@ from everyrank.cli import main
 from everyrank.errors import UsageError
 from everyrank.layout import parse_layout
 from everyrank.plan import calibrate
-from everyrank.plan.kernels import separate_matrices
+from everyrank.plan.kernels import split_matmul_time
 from everyrank.plan.machine import Machine, kernel_kind, read_machine, traced_seconds, write_machine
 from everyrank.plan.pretend import trace_step
 
@@ -108,7 +108,7 @@ def test_product_time_is_split_into_flops_and_bytes() -> None:
 
     square_products = [(2.0 * size**3, true_seconds(size, size)) for size in (16, 48, 128, 256, 512)]
     thin_products = [(2.0 * 8 * size**2, true_seconds(8, size)) for size in (64, 128, 256, 512, 1024, 2048)]
-    curves = separate_matrices({"product": square_products, "thin product": thin_products, "other": [(1.0, 1.0)]})
+    curves = split_matmul_time({"product": square_products, "thin product": thin_products, "other": [(1.0, 1.0)]})
     assert set(curves) == {"product", "matrix", "other"}
     plain_machine = machine()
     fitted_machine = replace(

@@ -141,6 +141,31 @@ def test_port_to_accelerate() -> None:
     assert any("schedule" in sentence for _, sentence in plan.notes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "condition"),
+    [
+        ((), "i % 2"),
+        (
+            (
+                ("if i % 2:", 'if state["micro"] % 2:'),
+                ("        loss = ", '        state["micro"] += 1\n        loss = '),
+            ),
+            "",
+        ),
+        ((("if i % 2:", "if (n := n + 1) % 2:"),), ""),
+    ],
+)
+def test_condition_is_used_before_the_forward_only_if_it_is_constant(
+    changes: Sequence[tuple[str, str]], condition: str
+) -> None:
+    script = SCRIPT
+    for before, after in changes:
+        script = script.replace(before, after)
+    ported_script = plan_port(script, "accelerate").source.edited()
+    assert ("accelerator.no_sync(" in ported_script) is bool(condition)
+    assert f"if {condition} else accelerator.no_sync(model)" in ported_script or not condition
+
+
 def test_port_to_fabric() -> None:
     """The port has these lines, and no call of torch.distributed."""
     ported_script = plan_port(SCRIPT, "fabric").source.edited()

@@ -1,8 +1,8 @@
 """Files of many samples each: lines of text, JSONL, tar files in the WebDataset layout.
 
-An index of where each sample begins is made once, by looking through the files without decoding anything; then any
-sample can be read alone. So these work under both orders: `global`, where any rank may read any sample, and `shard`,
-where each rank keeps to one part of the files (`shard_sizes` says how many samples each has).
+Each dataset scans its files once for the start of each sample, without decoding any. It can then read samples in any
+order, so it supports both values of `order`. With `global`, any rank may read any sample. With `shard`, each rank reads
+only some of the files; `shard_sizes` is the number of samples in each file.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["JsonLines", "TarShards", "TextLines", "checksum_of_names", "files_in
 
 
 def files_in(path: Path, suffixes: Sequence[str]) -> list[Path]:
-    """List the file `path`, or all files below that folder with one of these suffixes, sorted.
+    """List `path` if it is a file, or all files in the folder `path` with one of these suffixes, sorted.
 
-    Raises `WorkloadError` for none.
+    Raises `WorkloadError` if there are none.
     """
     if path.is_file():
         return [path]
@@ -46,7 +46,7 @@ def files_in(path: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def checksum_of_names(files: Sequence[Path]) -> str:
-    """Of the names and sizes of files."""
+    """The SHA-256 checksum of the names and sizes of files, as text."""
     names = "\n".join(f"{path.name} {path.stat().st_size}" for path in files)
     return f"sha256 of names and sizes: {hashlib.sha256(names.encode('utf-8', 'surrogateescape')).hexdigest()}"
 
@@ -58,7 +58,7 @@ _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"BZh")  # gzip, z
 
 
 class _Files(Dataset[Any]):
-    """Samples numbered through all files. `shard_sizes` has how many each file holds."""
+    """A dataset whose indices run over the samples of all files. `shard_sizes` is the number of samples in each."""
 
     def __init__(self, files: Sequence[Path], sizes: Sequence[int], random: bool) -> None:
         self.files = list(files)
@@ -74,7 +74,7 @@ class _Files(Dataset[Any]):
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def place(self, index: int) -> tuple[int, int]:
+    def file_position(self, index: int) -> tuple[int, int]:
         """(number of the file, number in it) of a sample."""
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -91,7 +91,7 @@ class _Lines(_Files):
 
     def line(self, index: int) -> tuple[Path, int, bytes]:
         """(file, number of the sample in it, bytes of the line)."""
-        file, inside = self.place(index)
+        file, inside = self.file_position(index)
         start, end = self.borders[file][inside].tolist()
         with self.files[file].open("rb") as opened:
             opened.seek(start)
@@ -99,7 +99,7 @@ class _Lines(_Files):
 
 
 def _line_borders(path: Path) -> Any:
-    """(lines, 2): where each line with something in it begins and ends, without its end of line."""
+    """The first byte and the end of each line that is not blank, without its newline; shape (lines, 2)."""
     begins: list[Any] = []
     offset = 0
     try:
@@ -112,14 +112,14 @@ def _line_borders(path: Path) -> Any:
                 offset += len(chunk)
     except OSError as error:
         raise WorkloadError(f"{path}: cannot be read ({error.strerror})") from error
-    after = np.concatenate([np.zeros(1, dtype=np.int64), *begins])  # where a line begins
-    ends = np.append(after[1:] - 1, size)
-    borders = np.stack([after, ends], axis=1)
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), *begins])
+    ends = np.append(starts[1:] - 1, size)
+    borders = np.stack([starts, ends], axis=1)
     return borders[_has_content(path, borders)]
 
 
 def _has_content(path: Path, borders: Any) -> Any:
-    """Whether each line has more in it than blanks. Short lines alone are looked into."""
+    """Whether each line has more than whitespace. Only short lines are read; longer ones count as text."""
     lengths = borders[:, 1] - borders[:, 0]
     is_filled = lengths > 0
     with path.open("rb") as file:
@@ -132,7 +132,7 @@ def _has_content(path: Path, borders: Any) -> Any:
 class TextLines(_Lines):
     """`to_sample(line)` for each line of UTF-8 text that is not empty.
 
-    Raises `WorkloadError` naming file and line for one that is not UTF-8.
+    Raises `WorkloadError` with the file and the sample number for a line that is not UTF-8.
     """
 
     def __init__(self, files: Sequence[Path], to_sample: Callable[[str], Any], random: bool = False) -> None:
@@ -149,7 +149,7 @@ class TextLines(_Lines):
 
 
 class JsonLines(_Lines):
-    """`to_sample(value)` for each line of JSON. Raises `WorkloadError` naming file and line for one that is none."""
+    """`to_sample(value)` for each line of JSON. Raises `WorkloadError` with file and sample number for invalid JSON."""
 
     def __init__(self, files: Sequence[Path], to_sample: Callable[[Any], Any], random: bool = False) -> None:
         super().__init__(files, random)
@@ -177,7 +177,7 @@ class TarShards(_Files):
         super().__init__(files, [len(samples) for samples in self.index], random)
 
     def __getitem__(self, index: int) -> Any:
-        file, inside = self.place(index)
+        file, inside = self.file_position(index)
         key, members = self.index[file][inside]
         sample: dict[str, Any] = {"__key__": key}
         with self.files[file].open("rb") as opened:
@@ -213,7 +213,7 @@ def _tar_index(path: Path) -> list[_Sample]:
 
 
 def _tar_members(path: Path) -> Iterator[tuple[str, int, int]]:
-    """(name, begin, bytes) of each file in a tar. What `tarfile` ends at in silence is an error here."""
+    """(name, offset, size) of each file in a tar. Raises an error for damage at which `tarfile` silently stops."""
     size = path.stat().st_size
     with tarfile.open(path, "r:") as archive:
         for member in archive:

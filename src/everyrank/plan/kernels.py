@@ -1,12 +1,12 @@
 """Curves of kernels on this machine: seconds against operations or bytes, by kind of kernel.
 
-Each size is measured twice. Hot: the operands are the same in each call, so they are in the caches. Cold: one operand
-is a different tensor in each call, of more tensors than the caches hold. A training step that is larger than the caches
-is like this: one operand is the output of the previous operator, and the other was computed long before.
+Each size is measured twice, with hot and with cold caches. Hot: each call has the same operands. Cold: one operand is a
+different tensor in each call, and all these tensors together are larger than the caches. The cold case is like a large
+training step: one operand is the output of the previous operator, and the other is no longer in the caches.
 
-On a CPU the time of a product is the sum of a part for its operations and a part for the bytes of its matrices: with
-few rows, most of the time is for reading a weight or writing its gradient. Products of square matrices and of 8 rows
-separate the two parts.
+On a CPU the time of a matrix multiplication has two parts: the FLOPs, and reading and writing the matrices. With few
+rows, most of the time is for reading a weight or writing its gradient. `split_matmul_time` computes both parts from
+measurements of square matrices and of matrices with 8 rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from everyrank.plan.machine import Point, seconds_at
 from everyrank.world import World
 
-__all__ = ["measure_kernels", "separate_matrices", "time_call"]
+__all__ = ["measure_kernels", "split_matmul_time", "time_call"]
 
 _BLOCK_SECONDS = 0.02
 _ROWS, _MIN_SECONDS = 8, 1e-8  # rows of thin products
@@ -51,7 +51,7 @@ class _Case:
 def time_call(world: World, run: Callable[[], Any], blocks: int = 5) -> float:
     """Return the median seconds of a call over some blocks, while the other ranks do the same. A collective."""
 
-    def block(count: int) -> float:
+    def seconds_per_call(count: int) -> float:
         started = time.perf_counter()
         for _ in range(count):
             run()
@@ -59,11 +59,11 @@ def time_call(world: World, run: Callable[[], Any], blocks: int = 5) -> float:
             torch.cuda.synchronize()
         return (time.perf_counter() - started) / count
 
-    block(2)
-    count = torch.tensor([max(1, min(200, round(_BLOCK_SECONDS / (block(2) + 1e-7))))])
+    seconds_per_call(2)
+    count = torch.tensor([max(1, min(200, round(_BLOCK_SECONDS / (seconds_per_call(2) + 1e-7))))])
     if world.size > 1:
         dist.all_reduce(count, dist.ReduceOp.MIN)  # a collective needs the same number on all ranks
-    return statistics.median(block(int(count)) for _ in range(blocks))
+    return statistics.median(seconds_per_call(int(count)) for _ in range(blocks))
 
 
 @torch.no_grad()
@@ -94,17 +94,17 @@ def measure_kernels(world: World) -> tuple[dict[str, list[Point]], dict[str, lis
         cold.setdefault(case.kind, []).append(
             (case.amount, time_call(world, lambda c=case, ring=ring: c.call(next(ring))))
         )
-    return (hot, cold) if is_gpu else (separate_matrices(hot), separate_matrices(cold))
+    return (hot, cold) if is_gpu else (split_matmul_time(hot), split_matmul_time(cold))
 
 
-def separate_matrices(curves: dict[str, list[Point]]) -> dict[str, list[Point]]:
-    """Return the curves with the time of products separated into operations and bytes of their matrices.
+def split_matmul_time(curves: dict[str, list[Point]]) -> dict[str, list[Point]]:
+    """Return the curves with the time of matrix multiplications split into time for FLOPs and for matrix bytes.
 
-    Both kinds of product are the sum of the two parts: squares are mostly operations, and products of few rows mostly
-    bytes. The parts are found by iteration.
+    FLOPs take most of the time for square matrices, and bytes for matrices with few rows. The split is iterative: each
+    part is what remains after the current estimate of the other is subtracted.
     """
     squares, thin = curves["product"], curves["thin product"]
-    numbers = [round((operations / 2) ** (1 / 3)) for operations, _ in squares]
+    sizes = [round((operations / 2) ** (1 / 3)) for operations, _ in squares]
     widths = [round((operations / (2 * _ROWS)) ** 0.5) for operations, _ in thin]
     products = squares
     matrices: list[Point] = []
@@ -114,8 +114,8 @@ def separate_matrices(curves: dict[str, list[Point]]) -> dict[str, list[Point]]:
             for width, (operations, seconds) in zip(widths, thin, strict=True)
         ]
         products = [
-            (operations, max(seconds - seconds_at(matrices, 12.0 * number**2), seconds / 2))
-            for number, (operations, seconds) in zip(numbers, squares, strict=True)
+            (operations, max(seconds - seconds_at(matrices, 12.0 * size**2), seconds / 2))
+            for size, (operations, seconds) in zip(sizes, squares, strict=True)
         ]
     others = {kind: points for kind, points in curves.items() if kind != "thin product"}
     return others | {"product": products, "matrix": matrices}
@@ -165,8 +165,8 @@ def _normalisation(world: World, rows: int) -> Iterator[_Case]:
     """Yield batch norm of shape (samples, 16, 8, 8) without the mean over ranks."""
     shape = (max(rows // 16, 1), 16, 8, 8)
     size = 4.0 * shape[0] * 1024
-    weight, rest = torch.ones(16, device=world.device), (torch.zeros(16, device=world.device) for _ in range(2))
-    mean, bias = rest
+    weight = torch.ones(16, device=world.device)
+    mean, bias = (torch.zeros(16, device=world.device) for _ in range(2))
     normalise: Any = torch.ops.aten.native_batch_norm
     backward: Any = torch.ops.aten.native_batch_norm_backward
     yield _Case("normalisation", 2 * size, shape, lambda x: normalise(x, weight, bias, mean, weight, True, 0.1, 1e-5))

@@ -43,7 +43,8 @@ def _in_block(plan: Plan, guard: ast.If, statements: list[ast.stmt], model: str)
     source, name = plan.source, plan.object_name
     backwards = {source.at(fact.span) for fact in plan.of("backward")}
     last_backward = max(
-        i for i, statement in enumerate(statements) if any(node in backwards for node in ast.walk(statement))
+        (i for i, statement in enumerate(statements) if any(node in backwards for node in ast.walk(statement))),
+        default=0,  # the backward is before the forward
     )
     test = source.code(guard.test)
     if plan.choice.target == "fabric":
@@ -60,11 +61,12 @@ def _is_known(plan: Plan, guard: ast.If, body: list[ast.stmt]) -> bool:
     nodes = list(ast.walk(guard.test))
     names = {source.code(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
     stored = {
-        source.code(node)
+        source.code(_without_index(node))
         for statement in body
         for node in ast.walk(statement)
-        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store)
     }
+    has_assignment = any(isinstance(node, ast.NamedExpr) for node in nodes)
     only_lengths = all(source.code(node.func) == "len" for node in nodes if isinstance(node, ast.Call))
     has_backward = any(
         isinstance(node, ast.Call) and node in {source.at(fact.span) for fact in plan.of("backward")}
@@ -72,4 +74,12 @@ def _is_known(plan: Plan, guard: ast.If, body: list[ast.stmt]) -> bool:
         for node in ast.walk(statement)
     )
     is_line = guard.test.lineno == guard.test.end_lineno
-    return has_backward and only_lengths and is_line and not names & stored and not guard.orelse
+    is_constant = only_lengths and not has_assignment and not names & stored
+    return has_backward and is_constant and is_line and not guard.orelse
+
+
+def _without_index(node: ast.expr) -> ast.expr:
+    """`a.b` of `a.b[0]["c"]`."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node

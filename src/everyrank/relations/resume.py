@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from everyrank.audit.finding import Findings, short_location
@@ -68,14 +69,14 @@ def judge_resume(
         )
 
     uninterrupted = run([], updates)
-    saves = uninterrupted.ranks[0].facts.get("saved_after", [])
+    saves = _checkpoint_saves(uninterrupted.ranks[0], command)
     first_save = next((update for _, update, _ in saves if 0 < update < len(uninterrupted.ranks[0].updates) - 1), 0)
     stopped = uninterrupted
     if command.stop:
         stopped = run(command.stop, updates)
     elif first_save:
         stopped = run([], first_save + 1)
-    saved = [save for save in stopped.ranks[0].facts.get("saved_after", []) if save[1]]
+    saved = [save for save in _checkpoint_saves(stopped.ranks[0], command) if save[1]]
     for recording in (uninterrupted, stopped):
         if recording.failure:
             findings.add_unchecked(f"resume: the script fails ({recording.failure})")
@@ -92,6 +93,16 @@ def judge_resume(
         findings.add_unchecked(f"resume: the script does not start with these arguments ({resumed.failure})")
         return
     judge_resumed(uninterrupted.ranks[0], resumed.ranks[0], start, saved[-1][2], findings)
+
+
+def _checkpoint_saves(rank: RankRecording, command: ResumeCommand) -> list[tuple[str, int, str]]:
+    """The saves of the file that the resume arguments name, or all saves if they name none.
+
+    A save has a path, the number of updates before it, and its line. A script may also save files that it never loads.
+    """
+    saves = rank.facts.get("saved_after", [])
+    arguments = " ".join(command.resume)
+    return [save for save in saves if Path(save[0]).name in arguments] or saves
 
 
 def judge_resumed(
@@ -124,7 +135,7 @@ def judge_resumed(
 
 
 def _ordinal(number: int) -> str:
-    return "the first" if not number else f"{number + 1} updates"
+    return "the first" if not number else f"number {number + 1}"
 
 
 def _first_difference(
@@ -179,6 +190,6 @@ def _differing(values: dict[str, Any], others: dict[str, Any]) -> str:
 
 
 def _batches(rank: RankRecording, update: int) -> list[list[int]]:
-    """Checksums of the samples of each batch of an update; of its tensors if a sample is single numbers."""
+    """Checksums of the samples of each batch of an update, or of its tensors if each sample is a scalar."""
     batches = [batch for _, batch, before in rank.batches if before == update]
     return [samples_of_batch(batch) or checksums_of_tensors(batch) for batch in batches]

@@ -1,7 +1,7 @@
-"""Compare two loss curves: is the difference rounding, noise of seeds, or a difference?
+"""Compare two loss curves: do they differ by rounding, by the noise of seeds, or by a change of the training?
 
-One run of each side can show rounding, or a difference from the first step on. What seeds do is only known from several
-runs: a folder of runs with different seeds for A, for B, or for both.
+One run of each side can only show rounding, or a difference at a certain step. To measure the noise of seeds, give a
+folder of runs with different seeds for A, for B, or for both.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def _common_steps(before: Sequence[Curve], now: Sequence[Curve]) -> tuple[list[i
     runs = [*before, *now]
     common = sorted(set[int](runs[0].losses).intersection(*(run.losses for run in runs[1:])))
     if len(common) < 2:
-        run_texts = [f"{run.name} has {len(run.losses)} ({_range(run)})" for run in (before[0], now[0])]
+        shortest = [min(side, key=lambda run: len(run.losses)) for side in (before, now)]
+        run_texts = [f"{run.name} has {len(run.losses)} ({_range(run)})" for run in shortest]
         raise UsageError(
             f"{len(common)} step{'s' * (len(common) != 1)} in common, and 2 are needed: {'; '.join(run_texts)}; "
             "log both at the same steps"
@@ -137,27 +138,27 @@ def _not_finite_on_one_side(
     if first["A"] is not None and first["B"] is not None:
         raise UsageError(f"both have losses that are NaN or infinite (A from step {first['A']}, B from {first['B']})")
     name = "A" if first["A"] is not None else "B"
-    return CurveComparison("different", f"only {name} has losses that are NaN or infinite, from step {first[name]} on")
+    return CurveComparison("different", f"only {name} has losses that are NaN or infinite, first at step {first[name]}")
 
 
 # --- one run of each
 
 
 def _compare_single_runs(
-    before: Curve, now: Curve, steps: Sequence[int], tolerances: Mapping[int, float], kind: str, same_seed: bool
+    before: Curve, now: Curve, steps: Sequence[int], tolerances: Mapping[int, float], precision: str, same_seed: bool
 ) -> CurveComparison:
     differences = {step: now.losses[step] - before.losses[step] for step in steps}
     if not any(differences.values()):
         return CurveComparison("equal", f"all {len(steps)} losses are the same, digit by digit")
     assumptions = (
-        f"{kind} (--precision), whose rounding changes the first losses by at most {_ROUNDING[kind]:.0e} of their "
-        f"value and grows by at most a factor of {_GROWTH:g} in a step",
+        f"{precision} (--precision), whose rounding changes the first losses by at most {_ROUNDING[precision]:.0e} of "
+        f"their value and grows by at most a factor of {_GROWTH:g} in a step",
     )
     first_step = steps[0]
     if abs(differences[first_step]) > tolerances[first_step]:
         return _different_start(before, now, steps, tolerances, same_seed)
     largest = max(steps, key=lambda step: abs(differences[step]) / (abs(before.losses[step]) or 1.0))
-    share = _share(differences[largest], before.losses[largest])
+    largest_difference = _relative_difference(differences[largest], before.losses[largest])
     jump_step = _first_jump(steps, differences, tolerances)
     if jump_step is not None:
         text = (
@@ -167,12 +168,16 @@ def _compare_single_runs(
         return CurveComparison("different", text, assumptions=(*assumptions, "both read the same samples"))
     beyond = [step for step in steps if abs(differences[step]) > tolerances[step]]
     if not beyond:
-        text = f"{len(steps)} losses differ by at most {share:.1e} of their value (step {largest})"
+        text = f"{len(steps)} losses differ by at most {largest_difference:.1e} of their value (step {largest})"
         return CurveComparison("rounding", text, assumptions=assumptions)
-    start = f"the first losses agree, and the difference grows to {share:.1e} of the loss (step {largest})"
+    start = f"the first losses agree, and the difference grows to {largest_difference:.1e} of the loss (step {largest})"
     advice = "give a folder with 3 or more runs of different seeds for A, for B, or for both"
-    if share > _MAX_DIFFERENCE or _spacing(steps) > 1:
-        reason = "more than rounding explains" if share > _MAX_DIFFERENCE else "it cannot be seen between logged steps"
+    if largest_difference > _MAX_DIFFERENCE or _spacing(steps) > 1:
+        reason = (
+            "more than rounding explains"
+            if largest_difference > _MAX_DIFFERENCE
+            else "the growth between logged steps is unknown"
+        )
         return CurveComparison("undecided", f"{start}: {reason}", advice, assumptions)
     signs = [differences[step] > 0 for step in beyond]
     one_sided = max(signs.count(True), signs.count(False))
@@ -189,15 +194,16 @@ def _different_start(
     """Return the result if the first losses differ, by a different seed or a different loss."""
     first = steps[0]
     first_before, first_now = before.losses[first], now.losses[first]
-    share = abs(_share(first_now - first_before, first_before))
+    difference = _relative_difference(first_now - first_before, first_before)
     text = (
-        f"the first losses (step {first}) are {first_before:.6g} and {first_now:.6g}: {share:.1e} of their value apart"
+        f"the first losses (step {first}) are {first_before:.6g} and {first_now:.6g}: {difference:.1e} of their value "
+        "apart"
     )
-    nonzero_steps = [step for step in steps if before.losses[step]]
-    factor = now.losses[nonzero_steps[0]] / before.losses[nonzero_steps[0]] if nonzero_steps else 1.0
+    nonzero_step = next((step for step in steps if before.losses[step]), None)
+    factor = now.losses[nonzero_step] / before.losses[nonzero_step] if nonzero_step is not None else 1.0
     is_ratio = 0 < factor < math.inf and 1 / factor < math.inf
     round_factor = 0.0 if not is_ratio else round(factor) if factor >= 1 else 1 / round(1 / factor)
-    tolerance = 10 * max((tolerances[step] / abs(before.losses[step]) for step in nonzero_steps), default=0.0)
+    tolerance = 0.0 if nonzero_step is None else 10 * tolerances[nonzero_step] / abs(before.losses[nonzero_step])
     if round_factor and abs(round_factor - 1) > 1e-9 and abs(factor / round_factor - 1) < tolerance:
         return CurveComparison(
             "different", f"{text}; B is {round_factor:.6g} times A: a scale in the loss", assumptions=()
@@ -213,7 +219,7 @@ def _different_start(
     )
 
 
-def _share(difference: float, loss: float) -> float:
+def _relative_difference(difference: float, loss: float) -> float:
     return abs(difference) / abs(loss) if loss else abs(difference)
 
 

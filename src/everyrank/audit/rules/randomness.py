@@ -11,7 +11,8 @@ from everyrank.audit.finding import Findings
 __all__ = ["check_randomness"]
 
 _GENERATORS = ("torch", "random", "numpy")
-_MIN_STEPS, _MAX_GROUPS = 4, 2  # steps; groups, of which one may be that of a barrier
+_MIN_STEPS = 4  # fewer steps with equal draws may be a coincidence
+_MAX_GROUPS = 2  # process groups; scripts often have a second one only for barriers
 
 
 def check_randomness(evidence: Evidence, findings: Findings) -> None:
@@ -19,7 +20,8 @@ def check_randomness(evidence: Evidence, findings: Findings) -> None:
     if evidence.world_size > 1:
         _check_dropout(evidence, findings)
         _check_noise(evidence, findings)
-        _check_augmentation(evidence, findings)
+        if not evidence.is_split:  # ranks that split layers need the same samples
+            _check_augmentation(evidence, findings)
     _check_workers(evidence, findings)
 
 
@@ -80,7 +82,7 @@ _DrawsByStep = dict[tuple[int, int], dict[str, list[tuple[int, int]]]]
 
 
 def _draws_by_step(evidence: Evidence, rank: int) -> _DrawsByStep:
-    """The random draws before and inside the first forward of each backward."""
+    """The random draws before the first forward of each backward, and inside all its forwards."""
     draws: _DrawsByStep = defaultdict(lambda: defaultdict(list))
     forwards = evidence.training_forwards[rank]
     for event in [*forwards.values(), *evidence.of(rank, ForwardEnd)]:
@@ -113,7 +115,7 @@ def _inputs_differ(evidence: Evidence, key: tuple[int, int]) -> bool:
 def _equally_drawn(first: Fetch, second: Fetch) -> str:
     """The names of the generators from which both have drawn, and whose states are equal afterwards.
 
-    States before a draw do not count, because a stream may seed its generators after these were recorded.
+    The states before are not compared: an IterableDataset may seed its generators after they were recorded.
     """
     states = zip(_GENERATORS, first.before, first.after, second.before, second.after, strict=True)
     return ", ".join(
@@ -148,7 +150,10 @@ def _fetches_by_worker(evidence: Evidence, rank: int) -> dict[tuple[int, int, st
 
 
 def _check_workers(evidence: Evidence, findings: Findings) -> None:
-    """Find workers of a loader that draw equal numbers; for example, numpy's generator did in old versions of torch."""
+    """Find DataLoader workers that draw equal random numbers.
+
+    For example, old versions of torch gave all workers the same numpy seed.
+    """
     fetches = {(event.worker, event.dataset): event for event in evidence.of(evidence.ranks[0], Fetch)[::-1]}
     for (worker, dataset), event in fetches.items():
         first = fetches.get((0, dataset))

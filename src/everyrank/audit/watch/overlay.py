@@ -52,7 +52,7 @@ class Overlay:
         self.start_folder = os.path.realpath(os.getcwd())
         main_folder = os.path.dirname(main)
         self.main_folder = os.path.realpath(main_folder) if main_folder else ""
-        self.inside = threading.local()  # the overlay's own calls are not redirected
+        self.thread_state = threading.local()  # the overlay's own calls are not redirected
         direct_folders = [*temporary, "/tmp", "/var/tmp", "/dev", "/proc", "/sys", os.path.expanduser("~/.cache")]
         direct_folders += [
             os.environ[name] for name in ("TORCH_HOME", "HF_HOME", "XDG_CACHE_HOME") if os.environ.get(name)
@@ -72,9 +72,9 @@ class Overlay:
 
     def _resolved(self, path: Any, dir_fd: int | None, follows: bool) -> tuple[str | None, bool]:
         """The path of `script_path`, and whether a symlink that the script has created leads to it."""
-        if getattr(self.inside, "is_busy", False) or not isinstance(path, str | bytes | os.PathLike):
+        if getattr(self.thread_state, "is_busy", False) or not isinstance(path, str | bytes | os.PathLike):
             return None, False
-        self.inside.is_busy = True
+        self.thread_state.is_busy = True
         try:
             name = os.fsdecode(path)
             if dir_fd is not None and not os.path.isabs(name):
@@ -87,7 +87,7 @@ class Overlay:
         except (OSError, ValueError):
             return None, False
         finally:
-            self.inside.is_busy = False
+            self.thread_state.is_busy = False
 
     def _without_links(self, absolute: str, follows: bool) -> tuple[str, bool]:
         """Resolve symlinks as the script sees them. Also returns whether the script has created one of them."""
@@ -118,7 +118,7 @@ class Overlay:
         return path if stat.S_ISLNK(_mode(path)) and not self.is_removed(path) else ""
 
     def as_script_sees(self, path: str) -> str:
-        """The path by which the script knows a path in the tree."""
+        """Convert a path in the tree back to the script's own path. Other paths stay as they are."""
         return (path[len(self.tree) :] or "/") if path.startswith(self.tree) else path
 
     def working_folder(self) -> str:
@@ -182,19 +182,20 @@ class Overlay:
         absolute, is_created = self._resolved(path, dir_fd, follows)
         if absolute is None:
             return path
-        self.inside.is_busy = True
+        self.thread_state.is_busy = True
         try:
             new_path, is_removed = self.tree + absolute, self.is_removed(absolute)
             if not is_removed and (
                 not _exists(new_path) or (stat.S_ISDIR(_mode(absolute)) and stat.S_ISDIR(_mode(new_path)))
             ):
                 # the real path; listing merges folders that are in both places
-                if not self._is_inside_tree() and not is_created:
+                has_parent = os.pardir in os.fsdecode(path).split(os.sep)  # the folder before may be in the tree only
+                if not self._is_inside_tree() and not is_created and not has_parent:
                     return path
                 new_path = absolute
             return os.fsencode(new_path) if isinstance(path, bytes) else new_path
         finally:
-            self.inside.is_busy = False
+            self.thread_state.is_busy = False
 
     def exists_for_script(self, absolute: str) -> bool:
         """Whether this absolute path exists from the script's point of view."""
@@ -207,11 +208,12 @@ class Overlay:
         absolute, is_created = self._resolved(path, dir_fd, follows)
         if absolute is None:
             return path
-        self.inside.is_busy = True
+        self.thread_state.is_busy = True
         try:
             written_path, parent = self.tree + absolute, os.path.dirname(absolute)
-            if not self.exists_for_script(parent):
-                return written_path if self.is_removed(parent) else path  # opening it raises the expected error
+            is_own = self.is_removed(parent) or _exists(self.tree + parent)
+            if not stat.S_ISDIR(_mode(self.tree + parent if is_own else parent)):
+                return written_path if is_own else path  # opening it raises the expected error
             if stat.S_ISDIR(_mode(absolute)) and not self.is_removed(absolute):
                 return absolute if is_created else path  # opening it raises the expected error
             _make_folders(os.path.dirname(written_path))
@@ -219,7 +221,7 @@ class Overlay:
                 _copy(absolute, written_path)
             return os.fsencode(written_path) if isinstance(path, bytes) else written_path
         finally:
-            self.inside.is_busy = False
+            self.thread_state.is_busy = False
 
     def folder_to_write(self, path: Any) -> Any:
         """The folder, in the tree, into which a library writes files by itself."""
@@ -334,7 +336,7 @@ def _redirect_open(overlay: Overlay) -> None:
             redirected_path = overlay.path_to_write(path, dir_fd, keeps_content=keeps_content, follows=follows)
         return _REAL["open"](redirected_path, flags, mode, dir_fd=dir_fd if redirected_path is path else None)
 
-    class OpenedFile(io.FileIO, metaclass=_AnyFile):
+    class OpenedFile(io.FileIO, metaclass=_FileIOMeta):
         """A FileIO that redirects its path, because its constructor opens a file without calling open."""
 
         def __init__(self, file: Any, mode: str = "r", closefd: bool = True, opener: Any = None) -> None:
@@ -355,7 +357,7 @@ def _refuse_existing(overlay: Overlay, path: Any, dir_fd: int | None) -> None:
 _RealFileIO = io.FileIO
 
 
-class _AnyFile(type(io.FileIO)):
+class _FileIOMeta(type(io.FileIO)):
     """Makes isinstance accept real FileIO objects, which open() returns."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -465,7 +467,7 @@ class _Entries:
 def _redirect_listing(overlay: Overlay) -> None:
     def folder_of(path: Any) -> str | None:
         """The absolute path of a folder if the script may see other entries than the real ones; None otherwise."""
-        if getattr(overlay.inside, "is_busy", False):
+        if getattr(overlay.thread_state, "is_busy", False):
             return None
         given = overlay._path_of(path) if isinstance(path, int) else os.curdir if path is None else path
         absolute, is_created = overlay._resolved(given, None, True)
@@ -488,7 +490,7 @@ def _redirect_listing(overlay: Overlay) -> None:
         given = os.curdir if path is None else path
         entries: list[Any] = []
         for folder in (absolute, overlay.tree + absolute):
-            if not _exists(folder):
+            if not stat.S_ISDIR(_mode(folder)):
                 continue
             with _REAL["scandir"](folder) as real_entries:
                 for entry in real_entries:
@@ -518,12 +520,13 @@ def _making(overlay: Overlay, name: str) -> Callable[..., Any]:
     function = _REAL[name]
 
     def made(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
-        if overlay.script_path(path, dir_fd, follows=False) is None:
+        absolute = overlay.script_path(path, dir_fd, follows=False)
+        if absolute is None:
             return function(path, *args, dir_fd=dir_fd, **kwargs)
         _refuse_existing(overlay, path, dir_fd)
         if overlay.start_folder + os.sep in overlay.direct_folders and _is_called_by_tempfile():
             # the script was started in /tmp itself, and this is a temporary folder
-            overlay.direct_folders += (f"{os.fsdecode(path)}{os.sep}",)
+            overlay.direct_folders += (f"{absolute}{os.sep}",)
             return function(path, *args, **kwargs)
         return function(overlay.path_to_write(path, dir_fd, follows=False), *args, **kwargs)
 
@@ -580,7 +583,7 @@ def _renaming(overlay: Overlay, name: str) -> Callable[..., Any]:
             return
         written_path = overlay.tree + source
         if not _exists(written_path) or stat.S_ISDIR(_mode(written_path)):
-            _complete(overlay, source)
+            _copy_missing(overlay, source)
         if _exists(source) and not overlay.is_removed(source):
             overlay.mark_removed(source)
         new_path = overlay.path_to_write(dst, dst_dir_fd, follows=False) if destination is not None else dst
@@ -596,7 +599,7 @@ def _is_called_by_tempfile() -> bool:
     return sys._getframe(2).f_globals.get("__name__") == "tempfile"
 
 
-def _complete(overlay: Overlay, absolute: str) -> None:
+def _copy_missing(overlay: Overlay, absolute: str) -> None:
     """Copy a file into the tree, or those files of a folder that are not in the tree yet."""
     written_path = overlay.tree + absolute
     _make_folders(os.path.dirname(written_path))
@@ -607,7 +610,7 @@ def _complete(overlay: Overlay, absolute: str) -> None:
         _REAL["mkdir"](written_path)
     if stat.S_ISDIR(_mode(written_path)):
         for name, _ in overlay.entries_of(absolute):  # without files that the script has removed
-            _complete(overlay, f"{absolute}/{name}")
+            _copy_missing(overlay, f"{absolute}/{name}")
 
 
 def _remove(path: str) -> None:
