@@ -247,3 +247,15 @@ def test_shortest_run_is_named_if_few_steps_are_in_common(capsys: pytest.Capture
     other = write_csv(tmp_path / "b.csv", [2.0] * 9)
     assert main(["report", "compare", str(tmp_path / "a"), str(other)]) == 2
     assert "a2.csv has 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("digits", "second", "result"), [(1, 3.6, "undecided"), (2, 4.6, "different")])
+def test_scale_needs_enough_digits(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, digits: int, second: float, result: str
+) -> None:
+    """2.3 and 3.6 with one digit each are near a factor 1.5 and near 2."""
+    before = write_csv(tmp_path / "a.csv", [2.3, 2.2, 2.1], digits=digits)
+    now = write_csv(tmp_path / "b.csv", [second, second, second], digits=digits)
+    _, actual_result, out = compare_curves(capsys, before, now)
+    assert actual_result == result
+    assert ("a scale in the loss" in out) is (result == "different")

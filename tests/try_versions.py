@@ -37,7 +37,9 @@ def find_python(version: str) -> str | None:
     if path is not None and "shims" in Path(path).parts:  # a shim of pyenv may have no Python to start
         path = None
     pyenv_versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    pyenv_paths = sorted(pyenv_versions.glob(f"{version}.*/bin/python"), key=lambda path: len(str(path)))
+    # not the free-threaded builds, such as 3.14.0t
+    paths = [path for path in pyenv_versions.glob(f"{version}.*/bin/python") if path.parts[-3].split(".")[-1].isdigit()]
+    pyenv_paths = sorted(paths, key=lambda path: int(path.parts[-3].split(".")[-1]))
     return path or (str(pyenv_paths[-1]) if pyenv_paths else None)
 
 

@@ -234,6 +234,25 @@ FILE_OPERATIONS = {
         os.makedirs("run"); assert Path("run/../kept.txt").read_text() == "kept" and os.path.exists("run/../kept.txt")
         os.chdir("run/.."); assert Path("kept.txt").exists()
     """,
+    "rmtree of a folder with a new file": """
+        Path("folder/deep/new.txt").touch(); shutil.rmtree("folder"); assert not os.path.exists("folder")
+    """,
+    "folder renamed to a file": """
+        try: os.rename("folder", "kept.txt"); raise SystemExit("no error")
+        except NotADirectoryError: assert Path("kept.txt").read_text() == "kept"
+    """,
+    "folder of a descriptor without the parent": """
+        os.makedirs("empty"); fd = os.open("empty", os.O_RDONLY)
+        for call in (lambda: os.mkdir("folder/y", dir_fd=fd), lambda: os.chmod("kept.txt", 0o600, dir_fd=fd)):
+            try: call(); raise SystemExit("no error")
+            except FileNotFoundError: assert not os.path.exists("folder/y")
+    """,
+    "link to an existing temporary file": """
+        import tempfile
+        lock = os.path.join(tempfile.mkdtemp(), "lock"); Path(lock).write_text("locked")
+        try: os.link("kept.txt", lock); raise SystemExit("no error")
+        except FileExistsError: assert Path(lock).read_text() == "locked"
+    """,
     "folder in place of a file": """
         os.remove("kept.txt"); os.makedirs("kept.txt/deep")
         assert [e.name for e in os.scandir("kept.txt")] == os.listdir("kept.txt") == ["deep"]

@@ -153,6 +153,8 @@ def test_port_to_accelerate() -> None:
             "",
         ),
         ((("if i % 2:", "if (n := n + 1) % 2:"),), ""),
+        ((("if i % 2:", "if len(losses) % 2:"), ("        loss = ", "        losses.append(i)\n        loss = ")), ""),
+        ((("if i % 2:", "if (i + 1) % 2 == 0 or i + 1 == len(loader):"),), "(i + 1) % 2 == 0 or i + 1 == len(loader)"),
     ],
 )
 def test_condition_is_used_before_the_forward_only_if_it_is_constant(

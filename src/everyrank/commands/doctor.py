@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.json)
     flags = ["launcher", "nodes", "node_rank", "rendezvous", "init_method", "interface", "backend", "dry_run"]
     flags += [] if args.checked is not None else ["device"]
-    given = next((flag for flag in flags if getattr(args, flag) not in (None, False)), None)
-    if not args.launch and given is not None:
-        raise UsageError(f"--{given.replace('_', '-')}: doctor uses it only with --launch; add --launch")
+    given_flag = next((flag for flag in flags if getattr(args, flag) not in (None, False)), None)
+    if not args.launch and given_flag is not None:
+        raise UsageError(f"--{given_flag.replace('_', '-')}: doctor uses it only with --launch; add --launch")
     if args.checked is None and (args.set or args.layout):
         raise UsageError("doctor --set and --layout are for a workload: everyrank doctor WORKLOAD --layout ddp")
     source = _source(args)

@@ -83,7 +83,7 @@ class _Files(Dataset[Any]):
 
 
 class _Lines(_Files):
-    """Lines that are not empty."""
+    """Lines that are not blank. A blank line of more than `_SHORT_LINE` bytes counts as text."""
 
     def __init__(self, files: Sequence[Path], random: bool) -> None:
         self.borders = [_line_borders(path) for path in files]
@@ -107,7 +107,7 @@ def _line_borders(path: Path) -> Any:
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):
                 if offset == 0 and chunk.startswith(_COMPRESSED):
-                    raise WorkloadError(f"{path}: compressed, so that no line of it can be read alone; unpack it")
+                    raise WorkloadError(f"{path}: compressed, so single lines cannot be read; decompress the file")
                 begins.append(np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n")) + (offset + 1))
                 offset += len(chunk)
     except OSError as error:
@@ -130,7 +130,7 @@ def _has_content(path: Path, borders: Any) -> Any:
 
 
 class TextLines(_Lines):
-    """`to_sample(line)` for each line of UTF-8 text that is not empty.
+    """`to_sample(line)` for each line of UTF-8 text that is not blank.
 
     Raises `WorkloadError` with the file and the sample number for a line that is not UTF-8.
     """
@@ -142,7 +142,7 @@ class TextLines(_Lines):
     def __getitem__(self, index: int) -> Any:
         path, number, content = self.line(index)
         try:
-            text = content.decode("utf-8-sig" if number == 0 else "utf-8")  # some editors begin a file with a mark
+            text = content.decode("utf-8-sig" if number == 0 else "utf-8")  # a byte order mark
         except UnicodeDecodeError as error:
             raise WorkloadError(f"{path}: sample {number} is not UTF-8 ({error.reason})") from error
         return self.to_sample(text)
@@ -168,7 +168,7 @@ class TarShards(_Files):
     """`to_sample({"__key__": "0001", "jpg": bytes, "cls": bytes})` for each sample of tar files.
 
     Files whose names are equal up to the first dot are one sample (WebDataset's layout). Compressed archives are
-    refused: nothing in them can be read alone.
+    not supported: single files in them cannot be read.
     """
 
     def __init__(self, files: Sequence[Path], to_sample: Callable[[dict[str, Any]], Any], random: bool = False) -> None:

@@ -40,7 +40,7 @@ class TextWindows(Dataset[tuple[dict[str, Tensor], Tensor]]):
         total = int(self.starts[-1])
         border = total * 9 // 10
         if border < 1 or border == total:
-            raise WorkloadError(f"{files[0].parent}: too little text for windows of {length} bytes ({total} of them)")
+            raise WorkloadError(f"{files[0].parent}: 2 windows of {length} bytes are needed, and the text has {total}")
         self.begin, self.end = (border, total) if held_out else (0, border)
         clipped_starts = np.clip(self.starts, self.begin, self.end)
         self.shard_sizes: list[int] = np.diff(clipped_starts).tolist()
@@ -84,6 +84,6 @@ def _content(path: Path) -> Any:
         except UnicodeDecodeError as error:
             raise WorkloadError(
                 f"{path}: not UTF-8 text ({error.reason} near byte {start + error.start:,}); "
-                "take it out, or give one file: --data FILE"
+                "move this file out of the folder, or give one file: --data FILE"
             ) from error
     return content

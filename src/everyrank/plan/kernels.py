@@ -1,7 +1,7 @@
 """Curves of kernels on this machine: seconds against operations or bytes, by kind of kernel.
 
 Each size is measured twice, with hot and with cold caches. Hot: each call has the same operands. Cold: one operand is a
-different tensor in each call, and all these tensors together are larger than the caches. The cold case is like a large
+different tensor in each call, which no call before has read lately. The cold case is like a large
 training step: one operand is the output of the previous operator, and the other is no longer in the caches.
 
 On a CPU the time of a matrix multiplication has two parts: the FLOPs, and reading and writing the matrices. With few
@@ -29,7 +29,7 @@ __all__ = ["measure_kernels", "split_matmul_time", "time_call"]
 
 _BLOCK_SECONDS = 0.02
 _ROWS, _MIN_SECONDS = 8, 1e-8  # rows of thin products
-_POOL_BYTES = 2**27  # larger than the last cache of a server
+_POOL_BYTES = 2**27  # larger than the last-level cache of most servers
 _GPU_POOL_BYTES = 2**30
 _CPU_BYTES = (2**8, 2**12, 2**15, 2**17, 2**19, 2**21, 2**24)
 _GPU_BYTES = (*_CPU_BYTES, 2**28)
@@ -125,14 +125,14 @@ def _starts(whole: int, count: int) -> range:
     return range(0, whole - count + 1, max(count, whole // 4096))
 
 
-def _named(kind: str, dtype: torch.dtype) -> str:
+def _kind_for_dtype(kind: str, dtype: torch.dtype) -> str:
     return kind if dtype == torch.float32 else f"{kind}_half"
 
 
 def _products(world: World, dtype: torch.dtype) -> Iterator[_Case]:
     for size in (16, 48, 128, 256, 512, *((1024, 2048, 4096, 8192) if world.device.type == "cuda" else ())):
         left = torch.randn(size, size, device=world.device, dtype=dtype)
-        kind = _named("product", dtype)
+        kind = _kind_for_dtype("product", dtype)
         yield _Case(kind, 2.0 * size**3, (size, size), lambda right, left=left: left @ right)
 
 
@@ -162,7 +162,7 @@ def _by_bytes(world: World) -> Iterator[_Case]:
 
 
 def _normalisation(world: World, rows: int) -> Iterator[_Case]:
-    """Yield batch norm of shape (samples, 16, 8, 8) without the mean over ranks."""
+    """Yield forward and backward of BatchNorm, not SyncBatchNorm, for inputs of shape (samples, 16, 8, 8)."""
     shape = (max(rows // 16, 1), 16, 8, 8)
     size = 4.0 * shape[0] * 1024
     weight = torch.ones(16, device=world.device)
@@ -196,8 +196,8 @@ def _convolutions(world: World, dtype: torch.dtype) -> Iterator[_Case]:
         def backward(x: Tensor, value: Tensor = value, weight: Tensor = weight, options: Any = options) -> Any:
             return torch.ops.aten.convolution_backward(x, value, weight, *options, [True, True, False])
 
-        yield _Case(_named("convolution", dtype), flops, shape, forward)
-        yield _Case(_named("convolution_backward", dtype), 2 * flops, shape, backward)
+        yield _Case(_kind_for_dtype("convolution", dtype), flops, shape, forward)
+        yield _Case(_kind_for_dtype("convolution_backward", dtype), 2 * flops, shape, backward)
 
 
 def _attention(world: World, dtype: torch.dtype) -> Iterator[_Case]:
@@ -217,5 +217,5 @@ def _attention(world: World, dtype: torch.dtype) -> Iterator[_Case]:
             with torch.enable_grad():
                 return torch.autograd.grad(output, parts, gradient, retain_graph=True)
 
-        yield _Case(_named("attention", dtype), flops, shape, forward)
-        yield _Case(_named("attention_backward", dtype), 2.5 * flops, shape, backward)
+        yield _Case(_kind_for_dtype("attention", dtype), flops, shape, forward)
+        yield _Case(_kind_for_dtype("attention_backward", dtype), 2.5 * flops, shape, backward)

@@ -66,6 +66,15 @@ def _is_known(plan: Plan, guard: ast.If, body: list[ast.stmt]) -> bool:
         for node in ast.walk(statement)
         if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store)
     }
+    changed_objects = {
+        source.code(node.func.value)
+        for statement in body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    # a method may change these, as `losses.append(...)` does; in a class, `self` often calls the model in the loop
+    objects = {source.code(node.value) for node in nodes if isinstance(node, ast.Attribute)} - {"self"}
+    objects |= {source.code(argument) for node in nodes if isinstance(node, ast.Call) for argument in node.args}
     has_assignment = any(isinstance(node, ast.NamedExpr) for node in nodes)
     only_lengths = all(source.code(node.func) == "len" for node in nodes if isinstance(node, ast.Call))
     has_backward = any(
@@ -74,12 +83,12 @@ def _is_known(plan: Plan, guard: ast.If, body: list[ast.stmt]) -> bool:
         for node in ast.walk(statement)
     )
     is_line = guard.test.lineno == guard.test.end_lineno
-    is_constant = only_lengths and not has_assignment and not names & stored
+    is_constant = only_lengths and not has_assignment and not names & stored and not objects & changed_objects
     return has_backward and is_constant and is_line and not guard.orelse
 
 
 def _without_index(node: ast.expr) -> ast.expr:
-    """`a.b` of `a.b[0]["c"]`."""
+    """Return the expression without its subscripts, for example `a.b` for `a.b[0]["c"]`."""
     while isinstance(node, ast.Subscript):
         node = node.value
     return node

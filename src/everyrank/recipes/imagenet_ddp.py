@@ -226,9 +226,8 @@ def main():
     for epoch in range(args.epochs if args.evaluate else first_epoch, args.epochs):
         start = time.perf_counter()
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(SEED + epoch))
-        torch.manual_seed(
-            (SEED + epoch) * world_size + rank
-        )  # dropout: other masks on each rank, the same after a resume
+        # Each rank and each epoch has its own dropout masks, also after a resume.
+        torch.manual_seed((SEED + epoch) * world_size + rank)
         local_batches, batch_sizes = split_batches(order, args.batch, rank, world_size)
         # A rank without a sample in the last batch reads image 0 and drops it, because DDP needs all ranks.
         keys = [[(epoch, index) for index in indices or [0]] for indices in local_batches]

@@ -83,7 +83,8 @@ def judge_resume(
             return
     if not saved or saved[-1][1] >= len(uninterrupted.ranks[0].updates):
         findings.add_unchecked(
-            f"resume: no checkpoint was saved within {len(uninterrupted.ranks[0].updates)} updates; use --stop-with to "
+            f"resume: no checkpoint was saved before the last of {len(uninterrupted.ranks[0].updates)} updates; use "
+            "--stop-with to "
             "add arguments that save and end earlier"
         )
         return
@@ -141,15 +142,19 @@ def _ordinal(number: int) -> str:
 def _first_difference(
     uninterrupted: RankRecording,
     resumed: RankRecording,
-    index: int,
-    number: int,
+    uninterrupted_index: int,
+    resumed_index: int,
     expected: RecordedUpdate,
     resumed_update: RecordedUpdate,
 ) -> str:
     """The first difference, in the order in which one difference causes the next; "" if all is equal."""
     for kind, values, others in (
         ("weights", expected.before, resumed_update.before),
-        ("states", _states_before(uninterrupted, index), _states_before(resumed, number) if number else {}),
+        (
+            "states",
+            _states_before(uninterrupted, uninterrupted_index),
+            _states_before(resumed, resumed_index) if resumed_index else {},
+        ),
     ):
         name = _differing(values, others)
         if name:
@@ -158,8 +163,8 @@ def _first_difference(
         rates = first_different_rates([expected.rates, resumed_update.rates])
         if rates is not None:
             return f"the learning rate is {rates[1]:.6g} instead of {rates[0]:.6g}: the schedule is not resumed"
-    expected_batches = _batches(uninterrupted, index)
-    resumed_batches = _batches(resumed, number)[-len(expected_batches) :] if expected_batches else []
+    expected_batches = _batches(uninterrupted, uninterrupted_index)
+    resumed_batches = _batches(resumed, resumed_index)[-len(expected_batches) :] if expected_batches else []
     if expected_batches and expected_batches != resumed_batches:
         return "different samples are read: the position or the order of the data is not resumed"
     name = _differing(expected.gradients, resumed_update.gradients)

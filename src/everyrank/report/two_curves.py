@@ -25,6 +25,7 @@ _ROUNDING = {
 }  # relative difference of a loss by rounding, before it grows
 _GROWTH = 10.0  # rounding differences may grow by this factor in one step; chosen, not measured
 _MAX_DIFFERENCE = 0.05  # relative; above it, rounding cannot be distinguished from seeds
+_MAX_FACTOR_ERROR = 0.25  # of a scale in the loss; above it, any factor is near a whole number
 _PARTS = 4  # parts of the curve, each compared by a t-test
 _LEVEL = 0.05
 
@@ -79,7 +80,7 @@ def compare_curves(
     precision     of the runs; None: as the Records name it, else float32
     same_seed     the single runs of both sides have the same seed and read the same samples
 
-    Raises `UsageError` if they have fewer than 2 steps in common, or a run twice.
+    Raises `UsageError` for fewer than 2 common steps, a run twice, an unknown precision, or NaN losses on both sides.
     """
     runs = [*before, *now]
     for side in (before, now):
@@ -196,15 +197,19 @@ def _different_start(
     first_before, first_now = before.losses[first], now.losses[first]
     difference = _relative_difference(first_now - first_before, first_before)
     text = (
-        f"the first losses (step {first}) are {first_before:.6g} and {first_now:.6g}: {difference:.1e} of their value "
-        "apart"
+        f"the first losses (step {first}) are {first_before:.6g} and {first_now:.6g}, a relative difference of "
+        f"{difference:.1e}"
     )
     nonzero_step = next((step for step in steps if before.losses[step]), None)
     factor = now.losses[nonzero_step] / before.losses[nonzero_step] if nonzero_step is not None else 1.0
     is_ratio = 0 < factor < math.inf and 1 / factor < math.inf
     round_factor = 0.0 if not is_ratio else round(factor) if factor >= 1 else 1 / round(1 / factor)
-    tolerance = 0.0 if nonzero_step is None else 10 * tolerances[nonzero_step] / abs(before.losses[nonzero_step])
-    if round_factor and abs(round_factor - 1) > 1e-9 and abs(factor / round_factor - 1) < tolerance:
+    tolerance = 0.0
+    if nonzero_step is not None and round_factor:
+        smaller_loss = min(abs(before.losses[nonzero_step]), abs(now.losses[nonzero_step]))
+        tolerance = 2 * tolerances[nonzero_step] / smaller_loss
+    is_precise = round_factor > 0 and tolerance * max(round_factor, 1 / round_factor) < _MAX_FACTOR_ERROR
+    if is_precise and abs(round_factor - 1) > 1e-9 and abs(factor / round_factor - 1) < tolerance:
         return CurveComparison(
             "different", f"{text}; B is {round_factor:.6g} times A: a scale in the loss", assumptions=()
         )

@@ -30,7 +30,7 @@ __all__ = ["Overlay", "install_overlay"]
 _WRITES = set("wax+")
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _SYSTEM_FOLDERS = ("/dev/", "/proc/", "/sys/")
-_MAX_LINKS = 40  # as Linux allows on the way to a file
+_MAX_LINKS = 40  # the number of symlinks that Linux follows in one path
 _REAL = {name: getattr(os, name) for name in dir(os) if callable(getattr(os, name))}
 _REAL_OPEN = builtins.open
 _installed: list[Overlay] = []
@@ -189,7 +189,7 @@ class Overlay:
                 not _exists(new_path) or (stat.S_ISDIR(_mode(absolute)) and stat.S_ISDIR(_mode(new_path)))
             ):
                 # the real path; listing merges folders that are in both places
-                has_parent = os.pardir in os.fsdecode(path).split(os.sep)  # the folder before may be in the tree only
+                has_parent = os.pardir in os.fsdecode(path).split(os.sep)  # in x/.. x may be only in the tree
                 if not self._is_inside_tree() and not is_created and not has_parent:
                     return path
                 new_path = absolute
@@ -239,8 +239,11 @@ class Overlay:
             _REAL["listdir"](written_path)  # raises
         for folder in ([absolute] if is_real else []) + ([written_path] if _exists(written_path) else []):
             for name in _REAL["listdir"](folder):
+                path = os.path.join(folder, name)
+                if name in names and stat.S_ISDIR(_mode(names[name])) and stat.S_ISDIR(_mode(path)):
+                    continue  # in both places: the real folder, as in `path_to_read`, so that both have the same inode
                 if folder == written_path or not self.is_removed(f"{absolute}/{name}"):
-                    names[name] = os.path.join(folder, name)
+                    names[name] = path
         return list(names.items())
 
 
@@ -528,7 +531,8 @@ def _making(overlay: Overlay, name: str) -> Callable[..., Any]:
             # the script was started in /tmp itself, and this is a temporary folder
             overlay.direct_folders += (f"{absolute}{os.sep}",)
             return function(path, *args, **kwargs)
-        return function(overlay.path_to_write(path, dir_fd, follows=False), *args, **kwargs)
+        new_path = overlay.path_to_write(path, dir_fd, follows=False)
+        return function(new_path, *args, dir_fd=dir_fd if new_path is path else None, **kwargs)
 
     return made
 
@@ -569,15 +573,15 @@ def _renaming(overlay: Overlay, name: str) -> Callable[..., Any]:
             return
         if source is not None and not overlay.exists_for_script(source):
             raise FileNotFoundError(2, "No such file or directory", os.fsdecode(src), None, os.fsdecode(dst))
-        if (
-            destination is not None
-            and source != destination
-            and overlay.exists_for_script(destination)
-            and stat.S_ISDIR(os.lstat(destination).st_mode)
-        ):
-            if not stat.S_ISDIR(os.lstat(src, dir_fd=src_dir_fd).st_mode):
+        if destination is not None and source != destination and overlay.exists_for_script(destination):
+            is_folder = stat.S_ISDIR(os.lstat(src, dir_fd=src_dir_fd).st_mode)
+            replaces_folder = stat.S_ISDIR(os.lstat(destination).st_mode)
+            if replaces_folder and not is_folder:
                 raise IsADirectoryError(21, "Is a directory", os.fsdecode(src), None, os.fsdecode(dst))
-            os.rmdir(destination)  # raises unless it is empty
+            if is_folder and not replaces_folder:
+                raise NotADirectoryError(20, "Not a directory", os.fsdecode(src), None, os.fsdecode(dst))
+            if replaces_folder:
+                os.rmdir(destination)  # raises unless it is empty
         if source is None:  # from a temporary folder into the project, perhaps on another disk
             _move(os.fsdecode(src), overlay.path_to_write(dst, dst_dir_fd, follows=False))
             return
@@ -649,13 +653,14 @@ def _redirect_links(overlay: Overlay) -> None:
             _REAL["link"](src, dst, **dir_fds, follow_symlinks=follow_symlinks)
             return
         _refuse_existing(overlay, dst, dst_dir_fd)
+        if absolute is None and dst_dir_fd is None and _exists(os.fsdecode(dst)):  # outside of the project
+            raise FileExistsError(17, "File exists", os.fsdecode(src), None, os.fsdecode(dst))
         redirected_path = os.fsdecode(overlay.path_to_read(src, src_dir_fd, follows=False))
         new_path = os.fsdecode(overlay.path_to_write(dst, dst_dir_fd, follows=False))
         if not redirected_path.startswith(overlay.tree) or not new_path.startswith(overlay.tree):
             _REAL["lstat"](redirected_path)  # raises if there is no such file
-            _copy(
-                os.path.join(overlay.working_folder(), redirected_path), new_path
-            )  # the user's own file gets no second name
+            # a hard link would let the script change the user's file
+            _copy(os.path.join(overlay.working_folder(), redirected_path), new_path)
         else:
             _REAL["link"](redirected_path, new_path)
 
@@ -679,7 +684,9 @@ def _redirect_attributes(overlay: Overlay) -> None:
             absolute = overlay.script_path(path, kwargs.get("dir_fd"), follows=follows)
             if absolute is None:
                 return function(path, *args, **kwargs)
-            redirected_path = overlay.path_to_read(path, kwargs.pop("dir_fd", None), follows=follows)
+            redirected_path = overlay.path_to_read(path, kwargs.get("dir_fd"), follows=follows)
+            if redirected_path is not path:
+                kwargs.pop("dir_fd", None)
             is_written = os.fsdecode(redirected_path).startswith(overlay.tree)
             # if there is no such file, the function raises as the script expects
             return function(redirected_path, *args, **kwargs) if is_written or not _exists(absolute) else None
