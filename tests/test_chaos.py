@@ -161,6 +161,7 @@ def test_comparison_finds_each_difference(baseline: Path, tmp_path: Path) -> Non
         ({"loss": float("nan")}, {"loss": float("nan")}, 0.0),
         ({"loss": float("nan")}, {"loss": 2.0}, float("inf")),
         ({"loss": float("inf")}, {"loss": float("inf")}, 0.0),
+        ({"loss": 2.0}, {"loss": float("inf")}, float("inf")),
     ],
 )
 def test_difference_of_metrics(

@@ -354,9 +354,11 @@ def compare_runs(baseline: Path, run: Path, steps: int) -> Parity:
         or not (run / "record.json").exists()
     ):
         return Parity("different", first_divergence=f"{len(losses)} of {steps} updates are logged")
-    differences = {f"update {step}": _difference(losses[step], loss) for step, loss in baseline_losses.items()}
+    from everyrank.parity.reference import relative
+
+    differences = {f"update {step}": relative(loss, losses[step]) for step, loss in baseline_losses.items()}
     differences["the metrics at the end"] = _metrics_difference(run, baseline)
-    largest = max(differences.values(), key=lambda difference: (math.isnan(difference), difference))
+    largest = max(differences.values())
     first = next((name for name, difference in differences.items() if difference != 0.0), None)
     exact = first is None
     scope = f"{steps} updates, and all tensors of the last checkpoint"
@@ -372,23 +374,15 @@ _TOLERANCE = 1e-12  # for losses, if a restart changes the order of additions
 _TENSOR_TOLERANCE = 1e-9  # for weights and optimizer state, whose rounding errors are larger relative to their values
 
 
-def _difference(value: float, baseline_value: float) -> float:
-    """Return the difference relative to the baseline; 0 if both are the same infinite number."""
-    return 0.0 if value == baseline_value else abs(value - baseline_value) / max(abs(baseline_value), 1e-300)
-
-
 def _metrics_difference(run: Path, baseline: Path) -> float:
     """Return the largest relative difference of the metrics; infinite if their names or NaN values differ."""
+    from everyrank.parity.reference import relative
+
     metrics, baseline_metrics = (read_records(folder / "record.json")[0].metrics for folder in (run, baseline))
     if metrics.keys() != baseline_metrics.keys():
         return math.inf
-    differences = [0.0]
-    for name, value in metrics.items():
-        if math.isnan(value) or math.isnan(baseline_metrics[name]):
-            differences.append(0.0 if math.isnan(value) and math.isnan(baseline_metrics[name]) else math.inf)
-        else:
-            differences.append(_difference(value, baseline_metrics[name]))
-    return max(differences)
+    pairs = [(baseline_metrics[name], value) for name, value in metrics.items()]
+    return max((relative(*pair) for pair in pairs if not all(map(math.isnan, pair))), default=0.0)
 
 
 def _first_different_tensor(first: Checkpoint, other_checkpoint: Checkpoint, exact: bool) -> str | None:

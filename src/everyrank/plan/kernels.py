@@ -1,8 +1,8 @@
 """Curves of kernels on this machine: seconds against operations or bytes, by kind of kernel.
 
 Each size is measured twice, with hot and with cold caches. Hot: each call has the same operands. Cold: one operand is a
-different tensor in each call, which no call before has read lately. The cold case is like a large
-training step: one operand is the output of the previous operator, and the other is no longer in the caches.
+different tensor in each call, which no call before has read lately. The cold case is like a large training step: one
+operand is the output of the previous operator, and the other is no longer in the caches.
 
 On a CPU the time of a matrix multiplication has two parts: the FLOPs, and reading and writing the matrices. With few
 rows, most of the time is for reading a weight or writing its gradient. `split_matmul_time` computes both parts from

@@ -200,19 +200,9 @@ def _different_start(
         f"the first losses (step {first}) are {first_before:.6g} and {first_now:.6g}, a relative difference of "
         f"{difference:.1e}"
     )
-    nonzero_step = next((step for step in steps if before.losses[step]), None)
-    factor = now.losses[nonzero_step] / before.losses[nonzero_step] if nonzero_step is not None else 1.0
-    is_ratio = 0 < factor < math.inf and 1 / factor < math.inf
-    round_factor = 0.0 if not is_ratio else round(factor) if factor >= 1 else 1 / round(1 / factor)
-    tolerance = 0.0
-    if nonzero_step is not None and round_factor:
-        smaller_loss = min(abs(before.losses[nonzero_step]), abs(now.losses[nonzero_step]))
-        tolerance = 2 * tolerances[nonzero_step] / smaller_loss
-    is_precise = round_factor > 0 and tolerance * max(round_factor, 1 / round_factor) < _MAX_FACTOR_ERROR
-    if is_precise and abs(round_factor - 1) > 1e-9 and abs(factor / round_factor - 1) < tolerance:
-        return CurveComparison(
-            "different", f"{text}; B is {round_factor:.6g} times A: a scale in the loss", assumptions=()
-        )
+    scale = _scale_of_loss(before, now, steps, tolerances)
+    if scale is not None:
+        return CurveComparison("different", f"{text}; B is {scale:.6g} times A: a scale in the loss", assumptions=())
     if same_seed:
         return CurveComparison(
             "different", text, assumptions=("both have the same seed and read the same samples (--same-seed)",)
@@ -222,6 +212,18 @@ def _different_start(
         f"{text}; a different seed does this, and so does a different loss, model or order of samples",
         "add --same-seed if the seeds are the same; else give a folder with 3 or more runs for A, for B, or for both",
     )
+
+
+def _scale_of_loss(before: Curve, now: Curve, steps: Sequence[int], tolerances: Mapping[int, float]) -> float | None:
+    """Return the factor between the first losses that are not zero if it is N or 1/N, with N a whole number above 1."""
+    step = next((step for step in steps if before.losses[step]), None)
+    factor = 0.0 if step is None else now.losses[step] / before.losses[step]
+    if step is None or not (0 < factor < math.inf and 1 / factor < math.inf):
+        return None
+    scale = round(factor) if factor >= 1 else 1 / round(1 / factor)
+    tolerance = 2 * tolerances[step] / min(abs(before.losses[step]), abs(now.losses[step]))
+    is_precise = tolerance * max(scale, 1 / scale) < _MAX_FACTOR_ERROR
+    return scale if is_precise and scale != 1 and abs(factor / scale - 1) < tolerance else None
 
 
 def _relative_difference(difference: float, loss: float) -> float:
