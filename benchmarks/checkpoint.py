@@ -59,7 +59,7 @@ def decoder_workload(model: str) -> Workload:
     return Workload(
         name=f"decoder {model}",
         model=lambda: Decoder(MODELS[model]),
-        train_data=lambda: Bytes(32, held_out=False),
+        train_data=lambda: Bytes(32, is_validation=False),
         loss=next_token_loss,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
         global_batch=2,

@@ -41,8 +41,8 @@ def write_images(folder: Path) -> None:
     from PIL import Image
 
     noise = np.random.default_rng(0)
-    for kind, held_out, count in (("train", False, NUM_IMAGES), ("val", True, 8)):
-        data = Digits(held_out)
+    for kind, is_validation, count in (("train", False, NUM_IMAGES), ("val", True, 8)):
+        data = Digits(is_validation)
         for number in range(count):
             pixels, label = data[number]
             small = Image.fromarray((pixels[0] * 255).byte().numpy())

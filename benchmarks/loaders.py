@@ -93,7 +93,7 @@ class PngDigits(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, latency_seconds: float) -> None:
         from PIL import Image
 
-        digits = Digits(held_out=False)
+        digits = Digits(is_validation=False)
         self.latency_seconds = latency_seconds
         self.files: list[tuple[bytes, int]] = []
         for image, digit in digits:
@@ -134,7 +134,7 @@ def measure(
     """Measure all candidates in turns, and return their Records on rank 0. Runs on each rank."""
     with open_world(info, launch) as world:
         workload = digits_workload(latency_seconds)
-        files, memory = workload.train_data(), Digits(held_out=False)
+        files, memory = workload.train_data(), Digits(is_validation=False)
         candidates = make_candidates(world.size)
         seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
         for round_index in range(rounds):

@@ -14,7 +14,7 @@ from everyrank import testing
 PUBLIC = {name: getattr(everyrank, name) for name in everyrank.__all__} | {
     name: getattr(testing, name) for name in testing.__all__
 }
-STARTS_RANKS = ("assert_same_gradients", "assert_same_training", "bench", "run", "verify")
+NAMES_THAT_START_RANKS = ("assert_same_gradients", "assert_same_training", "bench", "run", "verify")
 FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
 
 
@@ -32,18 +32,18 @@ def assert_example_passes(name: str) -> None:
 
 @pytest.fixture
 def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write the file that the example of `read_records` reads, in the current directory."""
+    """Change to a temporary directory, and write the file there that the example of `read_records` reads."""
     monkeypatch.chdir(tmp_path)
     run_example("write_records")
 
 
-@pytest.mark.parametrize("name", sorted(set(PUBLIC) - set(STARTS_RANKS)))
+@pytest.mark.parametrize("name", sorted(set(PUBLIC) - set(NAMES_THAT_START_RANKS)))
 def test_example_gives_the_shown_output(name: str, records: None) -> None:
     assert_example_passes(name)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", STARTS_RANKS)
+@pytest.mark.parametrize("name", NAMES_THAT_START_RANKS)
 def test_example_that_starts_ranks_gives_the_shown_output(name: str) -> None:
     assert_example_passes(name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import functools
 import hashlib
 import http.client
@@ -77,12 +78,17 @@ def test_unreadable_line_is_located(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_bytes(b"\x1f\x8b\x08")
     values = JsonLines([tmp_path / "a.jsonl"], identity)
     assert values[0] == {"x": 1}
-    with pytest.raises(WorkloadError, match=r"a\.jsonl: sample 1 is no JSON"):
+    with pytest.raises(WorkloadError, match=r"a\.jsonl: sample 1 is not JSON"):
         values[1]
     with pytest.raises(WorkloadError, match=r"b\.txt: sample 1 is not UTF-8"):
         TextLines([tmp_path / "b.txt"], identity)[1]
     with pytest.raises(WorkloadError, match="compressed"):
         JsonLines([tmp_path / "c.jsonl"], identity)
+    (tmp_path / "d.jsonl").write_bytes(bz2.compress(b"{}\n"))
+    with pytest.raises(WorkloadError, match="compressed"):
+        JsonLines([tmp_path / "d.jsonl"], identity)
+    (tmp_path / "e.txt").write_text("BZhang wrote this\n")
+    assert TextLines([tmp_path / "e.txt"], identity)[0] == "BZhang wrote this"
     with pytest.raises(WorkloadError, match=r"no \*\.csv there"):
         files_in(tmp_path, [".csv"])
     with pytest.raises(IndexError):
@@ -112,8 +118,8 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
 
 def write_digit_shards(folder: Path, num_files: int = 3, samples_per_file: int = 12) -> None:
     """Write the built-in digits as train-*.tar and val-*.tar in the WebDataset format."""
-    for split, held_out in (("train", False), ("val", True)):
-        data = Digits(held_out)
+    for split, is_validation in (("train", False), ("val", True)):
+        data = Digits(is_validation)
         for shard_index in range(num_files):
             members: list[tuple[str, bytes]] = []
             for index in range(shard_index * samples_per_file, shard_index * samples_per_file + samples_per_file):
@@ -149,7 +155,7 @@ def test_unreadable_tar_file_is_named_with_the_reason(tmp_path: Path) -> None:
         archive.addfile(header)
     expected = {
         "cut": "cut",
-        "twice": "is there twice",
+        "twice": "contains .* twice",
         "no": "cannot be read",
         "joined": "damaged, or two archives in one",
         "damaged": "damaged, or two archives in one",
@@ -216,8 +222,8 @@ from everyrank import Workload
 from everyrank.datasets import Rows
 from everyrank.builtin.digits import Digits
 
-def rows(held_out):
-    digits = Digits(held_out)
+def rows(is_validation):
+    digits = Digits(is_validation)
     table = {"pixels": digits.tensors[0].flatten(1).tolist(), "label": digits.tensors[1].tolist()}
     return Dataset.from_dict(table).select(range(60))
 
@@ -268,7 +274,7 @@ def test_text_windows_stay_in_their_file_and_cover_it(tmp_path: Path) -> None:
     for file_index, text in enumerate(texts):
         (tmp_path / f"{file_index}.md").write_text(text, encoding="utf-8")
     files = files_in(tmp_path, ())
-    training, validation = (TextWindows(files, 16, held_out) for held_out in (False, True))
+    training, validation = (TextWindows(files, 16, is_validation) for is_validation in (False, True))
     windows = [
         bytes([*data[index][0]["tokens"].tolist(), int(data[index][1][-1])])
         for data in (training, validation)
@@ -291,7 +297,7 @@ def test_invalid_or_too_short_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match=r"a\.bin: not UTF-8 text .*near byte 500"):
         TextWindows([tmp_path / "a.bin"], 16, False)
     (tmp_path / "b.txt").write_text("short")
-    with pytest.raises(WorkloadError, match="2 windows of"):
+    with pytest.raises(WorkloadError, match=r"b\.txt: 2 windows of"):
         TextWindows([tmp_path / "b.txt"], 16, False)
 
 

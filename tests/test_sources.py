@@ -40,7 +40,7 @@ from processes import Cli
 
 def digits(count: int, size: int) -> tuple[Any, Any]:
     """Return the first digits, enlarged to (N, size, size) uint8, and their labels (N,)."""
-    data = Digits(held_out=False)
+    data = Digits(is_validation=False)
     images = [(image[0] * 255).byte().numpy() for image, _ in (data[index] for index in range(count))]
     large = [np.array(Image.fromarray(image).resize((size, size))) for image in images]
     return np.stack(large), np.array([int(data[index][1]) for index in range(count)])
@@ -111,8 +111,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_mnist_is_read(mnist: Path) -> None:
     """Training and validation data are read from plain and gzip files."""
     pixels, labels = digits(80, 28)
-    for held_out, part in ((False, slice(0, 60)), (True, slice(60, 80))):
-        read_pixels, targets = read_mnist(mnist, held_out)
+    for is_validation, part in ((False, slice(0, 60)), (True, slice(60, 80))):
+        read_pixels, targets = read_mnist(mnist, is_validation)
         assert read_pixels.shape == (part.stop - part.start, 1, 28, 28)
         assert np.array_equal(read_pixels[:, 0].numpy(), pixels[part])
         assert np.array_equal(targets.numpy(), labels[part])
@@ -126,19 +126,19 @@ def test_mnist_beside_folders_and_parts_of_files_is_read(mnist: Path, tmp_path: 
         path.rename(path.with_name(path.name.replace(f"{name}-", f"{name}.")))
         (tmp_path / f"{name}-idx-ubyte").mkdir()
         (tmp_path / f"{name}-idx-ubyte.gz.12.partial").write_bytes(b"\x1f\x8b")
-    assert len(read_mnist(tmp_path, held_out=True)[0]) == 20
+    assert len(read_mnist(tmp_path, is_validation=True)[0]) == 20
 
 
 def test_mnist_as_npz_is_read(tmp_path: Path) -> None:
     pixels, labels = digits(20, 28)
     path = tmp_path / "mnist.npz"
     np.savez(path, x_train=pixels[:15], y_train=labels[:15], x_test=pixels[15:], y_test=labels[15:])
-    read_pixels, targets = read_mnist(path, held_out=True)
+    read_pixels, targets = read_mnist(path, is_validation=True)
     assert np.array_equal(read_pixels[:, 0].numpy(), pixels[15:])
     assert targets.tolist() == labels[15:].tolist()
     np.savez(path, x_train=pixels.astype(object), y_train=labels)
     with pytest.raises(WorkloadError, match=r"mnist\.npz"):
-        read_mnist(path, held_out=False)  # arrays of objects contain pickles
+        read_mnist(path, is_validation=False)  # arrays of objects contain pickles
 
 
 @pytest.mark.parametrize(
@@ -164,20 +164,22 @@ def test_broken_idx_file_is_named(tmp_path: Path, content: bytes, words: str) ->
 
 
 @pytest.mark.parametrize("classes", [10, 100])
-@pytest.mark.parametrize("held_out", [False, True])
-def test_pickle_and_binary_cifar_are_equal(cifar: Path, classes: int, held_out: bool) -> None:
+@pytest.mark.parametrize("is_validation", [False, True])
+def test_pickle_and_binary_cifar_are_equal(cifar: Path, classes: int, is_validation: bool) -> None:
     names = {10: ("cifar-10-batches-py", "cifar-10-batches-bin"), 100: ("cifar-100-python", "cifar-100-binary")}[
         classes
     ]
-    (pixels, labels), (binary_pixels, binary_labels) = (read_cifar(cifar / name, classes, held_out) for name in names)
+    (pixels, labels), (binary_pixels, binary_labels) = (
+        read_cifar(cifar / name, classes, is_validation) for name in names
+    )
     assert torch.equal(pixels, binary_pixels)
     assert torch.equal(labels, binary_labels)
     original, numbers = digits(60, 32)
-    part = slice(50, 60) if held_out else slice(0, 50)
+    part = slice(50, 60) if is_validation else slice(0, 50)
     assert np.array_equal(pixels[:, 2].numpy(), original[part])
     assert np.array_equal(pixels[:, 0].numpy(), original[part] // 2)
     assert labels.tolist() == (numbers[part] * (1 if classes == 10 else 9)).tolist()
-    assert torch.equal(read_cifar(cifar, classes, held_out)[0], pixels)  # the parent directory works too
+    assert torch.equal(read_cifar(cifar, classes, is_validation)[0], pixels)  # the parent directory works too
 
 
 class Hostile:
@@ -205,7 +207,7 @@ def test_a_hostile_pickle_runs_nothing(tmp_path: Path, make: Callable[[Path], An
     mark = tmp_path / "it-ran"
     write_pickle(tmp_path / "test_batch", make(mark))
     with pytest.raises(WorkloadError, match="test_batch: a pickle"):
-        read_cifar(tmp_path, 10, held_out=True)
+        read_cifar(tmp_path, 10, is_validation=True)
     assert not mark.exists()
 
 
@@ -225,7 +227,7 @@ def test_a_hostile_pickle_runs_nothing(tmp_path: Path, make: Callable[[Path], An
 def test_pickle_with_wrong_content_is_refused(tmp_path: Path, content: Any) -> None:
     write_pickle(tmp_path / "test_batch", content)
     with pytest.raises(WorkloadError) as caught:
-        read_cifar(tmp_path, 10, held_out=True)
+        read_cifar(tmp_path, 10, is_validation=True)
     assert "\n" not in str(caught.value)
 
 
@@ -238,9 +240,9 @@ def test_truncated_cifar_file_is_named(cifar: Path, tmp_path: Path) -> None:
         folder.mkdir()
         (folder / name).write_bytes(source.read_bytes()[:-7])
         with pytest.raises(WorkloadError, match=f"{name}: "):
-            read_cifar(folder, 10, held_out=True)
+            read_cifar(folder, 10, is_validation=True)
     with pytest.raises(WorkloadError, match=r"neither data_batch_1.*unpack cifar-10-python\.tar\.gz"):
-        read_cifar(tmp_path, 10, held_out=False)
+        read_cifar(tmp_path, 10, is_validation=False)
 
 
 # --- folders of images

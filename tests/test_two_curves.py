@@ -260,4 +260,27 @@ def test_scale_needs_enough_digits(
     now = write_csv(tmp_path / "b.csv", [second, second, second], digits=digits)
     _, actual_result, out = compare_curves(capsys, before, now)
     assert actual_result == result
-    assert ("a scale in the loss" in out) is (result == "different")
+    assert ("multiplied by a constant" in out) is (result == "different")
+
+
+def test_coarsest_precision_of_both_sides_is_assumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Layouts do not name float32, which is the default."""
+    for name, layout, factor in (("a", "single:precision=float64", 1.0), ("b", "single", 1 + 1e-7)):
+        record = Record("mine", layout, "spawn", "gloo", "cpu", 1, loss=[2.0 * factor, 1.0 * factor])
+        write_records([record], tmp_path / f"{name}.json")
+    for sides in (("a.json", "b.json"), ("b.json", "a.json")):
+        assert compare_curves(capsys, *(tmp_path / side for side in sides))[1] == "rounding"
+
+
+def test_side_without_layouts_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    records = [Record("mine", layout, "spawn", "gloo", "cpu", 2, loss=[2.0, 1.0]) for layout in ("ddp", "fsdp")]
+    write_records(records, tmp_path / "b.json")
+    args = [write_csv(tmp_path / "a.csv", [2.0, 1.0]), tmp_path / "b.json"]
+    assert main(["report", "compare", *map(str, args)]) == 2
+    assert "A has no layout" in capsys.readouterr().err
+
+
+def test_huge_loss_of_one_seed_is_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name, last in (("a/0", 1e200), ("a/1", 0.9), ("b/0", 0.8), ("b/1", 0.7)):
+        write_csv(tmp_path / f"{name}.csv", [1.0, last])
+    assert compare_curves(capsys, tmp_path / "a", tmp_path / "b")[1] == "noise of seeds"

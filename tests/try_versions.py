@@ -44,7 +44,7 @@ def find_python(version: str) -> str | None:
 
 
 def last_line(text: str) -> str:
-    """Return the last line that is not empty, at most 200 characters."""
+    """Return the last line that is not empty, at most 200 characters; "no output" if there is none."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:200] if lines else "no output"
 
@@ -59,25 +59,39 @@ def reason_of(output: str) -> str:
     return last_line("\n".join(errors[-1:]) or output)
 
 
-def try_pair(version: str, torch: str, wheel: Path, folder: Path, tests: list[str], index: str) -> Result:
+def try_pair(
+    python_version: str, torch_version: str, wheel: Path, folder: Path, tests: list[str], index_url: str
+) -> Result:
     """Install the wheel for a pair of Python and torch, and run the tests."""
-    base_python = find_python(version)
+    base_python = find_python(python_version)
     if base_python is None:
-        return Result(version, torch, "not here", f"no python{version} on PATH or under pyenv")
-    venv = folder / f"{version}-{torch}"
+        return Result(python_version, torch_version, "not here", f"no python{python_version} on PATH or under pyenv")
+    venv = folder / f"{python_version}-{torch_version}"
     python = venv / "bin" / "python"
     if not python.exists():
         creation = subprocess.run([base_python, "-m", "venv", venv], capture_output=True, text=True)
         if creation.returncode:
-            return Result(version, torch, "not here", f"no virtual environment: {last_line(creation.stderr)}")
-    options = ["--progress-bar=off", "--disable-pip-version-check", *(["--extra-index-url", index] if index else [])]
-    packages = [f"torch=={torch}.*", f"{wheel}[html]", "pytest", "pytest-timeout", "ruff", "pillow"]
+            return Result(
+                python_version, torch_version, "not here", f"no virtual environment: {last_line(creation.stderr)}"
+            )
+    options = [
+        "--progress-bar=off",
+        "--disable-pip-version-check",
+        *(["--extra-index-url", index_url] if index_url else []),
+    ]
+    packages = [f"torch=={torch_version}.*", f"{wheel}[html]", "pytest", "pytest-timeout", "ruff", "pillow"]
     installation = subprocess.run([python, "-m", "pip", "install", *options, *packages], capture_output=True, text=True)
     if installation.returncode:
-        return Result(version, torch, "not here", reason_of(installation.stdout + installation.stderr))
+        return Result(python_version, torch_version, "not here", reason_of(installation.stdout + installation.stderr))
     # pip would keep a wheel of an earlier call, because it has the same version number
     reinstall_args = ["--force-reinstall", "--no-deps", str(wheel)]
-    subprocess.run([python, "-m", "pip", "install", *options, *reinstall_args], capture_output=True, check=True)
+    reinstallation = subprocess.run(
+        [python, "-m", "pip", "install", *options, *reinstall_args], capture_output=True, text=True
+    )
+    if reinstallation.returncode:
+        return Result(
+            python_version, torch_version, "not here", reason_of(reinstallation.stdout + reinstallation.stderr)
+        )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     test_run = subprocess.run(
         [python, "-m", "pytest", "-o", "addopts=-q --strict-markers", "-m", "not integration", *tests],
@@ -87,7 +101,7 @@ def try_pair(version: str, torch: str, wheel: Path, folder: Path, tests: list[st
         env=environment,
     )
     outcome = "passed" if test_run.returncode == 0 else "failed"
-    return Result(version, torch, outcome, last_line(test_run.stdout or test_run.stderr))
+    return Result(python_version, torch_version, outcome, last_line(test_run.stdout or test_run.stderr))
 
 
 def main() -> int:
@@ -115,7 +129,7 @@ def main() -> int:
         (wheel,) = Path(wheel_folder).glob("*.whl")
         for python in args.python:
             for torch in args.torch:
-                result = try_pair(python, torch, wheel, args.folder, list(args.tests), args.index)
+                result = try_pair(python, torch, wheel, args.folder.absolute(), list(args.tests), args.index)
                 print(f"Python {result.python}  torch {result.torch}  {result.outcome:8}  {result.reason}", flush=True)
                 results.append(result)
     outcomes = [result.outcome for result in results]

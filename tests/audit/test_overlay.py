@@ -247,6 +247,46 @@ FILE_OPERATIONS = {
             try: call(); raise SystemExit("no error")
             except FileNotFoundError: assert not os.path.exists("folder/y")
     """,
+    "new symlink to a temporary folder": """
+        import tempfile
+        made = tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        Path(made, "x").write_text("x"); os.symlink(made, "data")
+        assert Path("data/x").read_text() == "x" and os.listdir("data") == ["x"] and os.path.exists("data/x")
+        os.makedirs("data/a/b"); os.replace("data/x", "data/y"); assert Path(made, "y").read_text() == "x"
+        os.link("data/y", "data/z"); os.utime("data/z", (5, 5)); assert os.stat(f"{made}/y").st_mtime == 5
+        os.remove("data/y"); assert sorted(os.listdir(made)) == ["a", "z"]
+        shutil.rmtree(made)
+    """,
+    "rename and link into the folder of a descriptor": """
+        import tempfile
+        made = tempfile.mkdtemp(); folder = os.open(made, os.O_RDONLY); Path("a").write_text("a")
+        os.link("a", "b.txt", dst_dir_fd=folder); os.rename("a", "c.txt", dst_dir_fd=folder)
+        assert sorted(os.listdir(made)) == ["b.txt", "c.txt"] and not Path("b.txt").exists() and not Path("a").exists()
+        os.rename("c.txt", "back.txt", src_dir_fd=folder); assert Path("back.txt").read_text() == "a"
+        os.close(folder); shutil.rmtree(made)
+    """,
+    "empty path": """
+        os.makedirs("run"); os.chdir("run"); assert not os.path.exists("") and not os.path.isdir("")
+        for function in (os.remove, os.rmdir, os.makedirs, os.listdir, open):
+            try: function(""); raise SystemExit(f"{function} takes the empty path")
+            except FileNotFoundError: pass
+    """,
+    "opener with a descriptor": """
+        folder = os.open("folder", os.O_RDONLY)
+        def in_folder(path, flags): return os.open(path, flags, dir_fd=folder)
+        with open("opened.txt", "w", opener=in_folder) as file: file.write("x")
+        assert Path("folder/opened.txt").read_text() == "x" and not os.path.exists("opened.txt")
+    """,
+    "program in a new folder": """
+        import subprocess
+        os.makedirs("out/deep"); code = "open('x', 'w').close()"
+        subprocess.run([sys.executable, "-c", code], cwd="out", check=True); assert Path("out/x").exists()
+        subprocess.run(["/bin/true"], cwd=Path("out/deep"), check=True)
+    """,
+    "time of a renamed file": """
+        before = os.stat("kept.txt").st_mtime_ns; os.rename("kept.txt", "moved.txt")
+        assert os.stat("moved.txt").st_mtime_ns == before
+    """,
     "link to an existing temporary file": """
         import tempfile
         lock = os.path.join(tempfile.mkdtemp(), "lock"); Path(lock).write_text("locked")
@@ -342,7 +382,7 @@ def run_in_project(tmp_path: Path, code: str, python_path: Path = INJECT, **file
     for name, text in files.items():
         (project_folder / f"{name}.py").write_text(text)
     script = project_folder / "script.py"
-    script.write_text(f"import os, shutil\nfrom pathlib import Path\n{code}\nprint('done')\n")
+    script.write_text(f"import os, shutil, sys\nfrom pathlib import Path\n{code}\nprint('done')\n")
     state_before = folder_state(project_folder)
     environment = {
         **os.environ,
@@ -385,6 +425,7 @@ def test_folder_created_in_the_temporary_directory_is_redirected(tmp_path: Path)
     script.write_text(
         "import os, tempfile\nos.makedirs('out/deep')\nopen('out/deep/new.txt', 'w').write('new')\n"
         "assert open('out/deep/new.txt').read() == 'new' and os.listdir('out') == ['deep']\n"
+        "assert os.path.isdir(tempfile.mkdtemp(dir='out/deep'))\n"
         "open(os.path.join(tempfile.mkdtemp(), 'a.txt'), 'w').write('a')\nprint('done')\n"
     )
     environment = {

@@ -20,6 +20,7 @@ from everyrank.audit.events import (
     Event,
     Fetch,
     Forward,
+    ForwardEnd,
     GroupOpened,
     LoaderBatch,
     LoaderEpoch,
@@ -398,3 +399,14 @@ def test_equal_augmentation_is_right_if_ranks_split_layers(is_split: bool) -> No
     fetch = event(Fetch, dataset="Images", before=[1, 1, 1], after=[2, 1, 1])
     events = [fetch, event(OptimizerStep, is_split=is_split, is_sharded=is_split)]
     assert ("random.augment" in found(check_randomness, events, events)) is not is_split
+
+
+def test_equal_dropout_is_found_before_a_second_forward_without_dropout() -> None:
+    """Each step also calls a model in eval mode, for example a teacher or a perceptual loss."""
+    events = [
+        event(Forward, is_grad=True, is_training=True, generator=5),
+        event(ForwardEnd, num_dropouts=1),
+        event(Forward, is_grad=True, generator=6),
+        event(ForwardEnd),
+    ]
+    assert "random.dropout" in found(check_randomness, events, events)

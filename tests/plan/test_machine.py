@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from everyrank.cli import main
 from everyrank.errors import UsageError
 from everyrank.layout import parse_layout
 from everyrank.plan import calibrate
-from everyrank.plan.kernels import split_matmul_time
+from everyrank.plan.kernels import _normalisation, split_matmul_time
 from everyrank.plan.machine import Machine, kernel_kind, read_machine, traced_seconds, write_machine
 from everyrank.plan.pretend import trace_step
 
@@ -261,3 +264,14 @@ def test_strategy_overhead_is_recovered_from_step_times(strategy: str) -> None:
         step_seconds.append(sum(parts.values()))
         assert (parts["waiting"] > 0) == (strategy == "pipeline")
     assert calibrate._overhead(strategy, step_seconds, machine(), "shm") == pytest.approx((1e-3, 2e-5), rel=0.01)
+
+
+def test_measured_batch_norm_does_not_change_its_weights() -> None:
+    """Training changes the running statistics in place. Weights near zero would make later calls slow."""
+    world: Any = SimpleNamespace(device=torch.device("cpu"))
+    forward, _ = _normalisation(world, 64)
+    value = torch.randn(forward.shape)
+    first_output = forward.call(value)[0]
+    for _ in range(5):
+        forward.call(torch.ones(forward.shape))
+    assert torch.equal(forward.call(value)[0], first_output)

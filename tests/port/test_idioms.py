@@ -153,6 +153,7 @@ def test_port_to_accelerate() -> None:
             "",
         ),
         ((("if i % 2:", "if (n := n + 1) % 2:"),), ""),
+        ((("if i % 2:", "if flags[-1]:"), ("        loss = ", "        flags.append(i % 2)\n        loss = ")), ""),
         ((("if i % 2:", "if len(losses) % 2:"), ("        loss = ", "        losses.append(i)\n        loss = ")), ""),
         ((("if i % 2:", "if (i + 1) % 2 == 0 or i + 1 == len(loader):"),), "(i + 1) % 2 == 0 or i + 1 == len(loader)"),
     ],
@@ -166,6 +167,33 @@ def test_condition_is_used_before_the_forward_only_if_it_is_constant(
     ported_script = plan_port(script, "accelerate").source.edited()
     assert ("accelerator.no_sync(" in ported_script) is bool(condition)
     assert f"if {condition} else accelerator.no_sync(model)" in ported_script or not condition
+
+
+@pytest.mark.parametrize("target", ["ddp", "accelerate", "fabric"])
+def test_gradients_that_are_clipped_at_each_backward_are_averaged_there(target: str) -> None:
+    clip = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+    script = SCRIPT.replace(f"        if i % 2:\n            {clip}", f"        {clip}        if i % 2:\n")
+    assert script != SCRIPT
+    plan = plan_port(script, target)
+    assert re.search(r"no_sync\(|no_backward_sync\(|require_backward_grad_sync =", plan.source.edited()) is None
+    assert any("slower" in note for _, note in plan.notes)
+
+
+@pytest.mark.parametrize("target", ["ddp", "accelerate", "fabric"])
+@pytest.mark.parametrize(
+    ("step", "has_other_step"),
+    [
+        ("    if len(loader) % 2:\n        optimizer.step()\n", True),
+        ("    scaler.step(optimizer)\n", True),
+        ("    scheduler.step()\n", False),
+    ],
+)
+def test_gradients_of_an_update_after_the_loop_are_averaged(target: str, step: str, has_other_step: bool) -> None:
+    """The last micro-batches of an epoch have an update of their own, whose gradients have to be averaged too."""
+    plan = plan_port(SCRIPT.replace("    print(loss.item(),", f"{step}    print(loss.item(),"), target)
+    is_edited = re.search(r"no_sync\(|no_backward_sync\(|require_backward_grad_sync =", plan.source.edited())
+    assert (is_edited is None) is has_other_step
+    assert any("slower" in note for _, note in plan.notes) is has_other_step
 
 
 def test_port_to_fabric() -> None:

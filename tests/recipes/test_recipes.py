@@ -350,7 +350,7 @@ workload = digits.workload(norm="{norm}", epochs=2)
 MORE_WORKLOAD_CODE = {
     "weighted_sampler": """
 import dataclasses
-labels = digits.Digits(held_out=False).tensors[1]
+labels = digits.Digits(is_validation=False).tensors[1]
 workload = dataclasses.replace(workload, weights=lambda: 1 / labels.bincount()[labels].double())
 """
 }
@@ -976,9 +976,9 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from everyrank.builtin.digits import Digits
 
     folder = tmp_path_factory.mktemp("images")
-    for kind, held_out, count in (("train", False, 50), ("val", True, 23)):
+    for kind, is_validation, count in (("train", False, 50), ("val", True, 23)):
         for number in range(count):
-            pixels, label = Digits(held_out)[number]
+            pixels, label = Digits(is_validation)[number]
             class_folder = folder / kind / str(int(label))
             class_folder.mkdir(parents=True, exist_ok=True)
             small_image = image.fromarray((pixels[0] * 255).byte().numpy())

@@ -12,8 +12,9 @@ import torch
 
 from everyrank.audit.finding import Findings
 from everyrank.errors import UsageError
-from everyrank.relations.resume import judge_resume, judge_resumed, resume_command
+from everyrank.relations.resume import judge_resume, judge_updates_after_resume, resume_command
 from everyrank.rerun import RankRecording, RecordedUpdate, ScriptHost
+from everyrank.rerun.recording import EVALUATION_PASSES
 
 SCRIPT = """
 import argparse, os
@@ -51,6 +52,8 @@ for epoch in range(start, 4):
         torch.save({**state, "schedule": schedule.state_dict()}, "last.pt")
         if epoch == 0:
             torch.save(net.state_dict(), "best.pt")  # the script never loads it
+    with torch.no_grad():
+        print(sum(F.cross_entropy(model(xb), yb).item() for xb, yb in DataLoader(data, 16)))
     dist.barrier()
 """
 
@@ -88,7 +91,9 @@ def test_first_difference_after_resume_is_reported(
     """Weights, learning rate, samples, random numbers and optimizer state are checked in the order of importance."""
     findings = Findings()
     facts = {"loads": ["train.py:3"]}
-    judge_resumed(recording(UNINTERRUPTED, 0), recording(resumed, first_sample, facts), 1, "train.py:12", findings)
+    judge_updates_after_resume(
+        recording(UNINTERRUPTED, 0), recording(resumed, first_sample, facts), 1, "train.py:12", findings
+    )
     if not expected:
         assert findings == []
         return
@@ -103,8 +108,28 @@ def test_samples_of_single_numbers_are_compared_after_resume() -> None:
     for run in runs:
         run.batches[:] = [(key, [torch.arange(2), rows[0]], before) for key, rows, before in run.batches]
     findings = Findings()
-    judge_resumed(runs[0], runs[1], 1, "train.py:12", findings)
+    judge_updates_after_resume(runs[0], runs[1], 1, "train.py:12", findings)
     assert "different samples are read" in findings[0].text
+
+
+def test_batches_of_a_validation_are_not_compared() -> None:
+    """The uninterrupted run validates after the update that saves. One of the passes is over the training loader."""
+    facts = {"training_loaders": [0], "loads": ["train.py:3"]}
+    uninterrupted, findings = recording(UNINTERRUPTED, 0, facts), Findings()
+    validation = [([7, EVALUATION_PASSES], torch.zeros(3, 2), 1), ([0, EVALUATION_PASSES], torch.ones(3, 2), 1)]
+    uninterrupted.batches[1:1] = validation
+    judge_updates_after_resume(uninterrupted, recording(UNINTERRUPTED[1:], 1, facts), 1, "train.py:12", findings)
+    assert findings == []
+
+
+def test_samples_are_not_compared_if_a_batch_is_not_recorded() -> None:
+    """Of an update with two batches, the uninterrupted run has recorded only the first."""
+    facts = {"loads": ["train.py:3"]}
+    uninterrupted = recording(UNINTERRUPTED, 0, {"update_without_batches": 1})
+    resumed, findings = recording(UNINTERRUPTED[1:], 1, facts), Findings()
+    resumed.batches.insert(1, ([0, 0], torch.full((1, 2), 9.0), 0))
+    judge_updates_after_resume(uninterrupted, resumed, 1, "train.py:12", findings)
+    assert findings == []
 
 
 def test_learning_rate_of_the_group_that_differs_is_shown() -> None:
@@ -112,15 +137,17 @@ def test_learning_rate_of_the_group_that_differs_is_shown() -> None:
     expected, resumed = (dataclasses.replace(update(1.0, 0.1, 2.0), rates=[0.1, rate]) for rate in (0.001, 0.01))
     findings = Findings()
     facts = {"loads": ["train.py:3"]}
-    judge_resumed(recording([expected] * 2, 0), recording([resumed], 1, facts), 1, "train.py:12", findings)
+    judge_updates_after_resume(recording([expected] * 2, 0), recording([resumed], 1, facts), 1, "train.py:12", findings)
     assert "the learning rate is 0.01 instead of 0.001" in findings[0].text
 
 
 def test_resume_arguments_are_split_like_in_a_shell() -> None:
     """An unclosed quote is refused."""
     assert resume_command("--resume 'my file.pt'").resume == ["--resume", "my file.pt"]
-    with pytest.raises(UsageError, match="close the quote"):
+    with pytest.raises(UsageError, match=r"--resume-with .*close the quote"):
         resume_command("--resume 'x")
+    with pytest.raises(UsageError, match=r"--stop-with .*close the quote"):
+        resume_command("--resume x", "--epochs 'y")
 
 
 @pytest.fixture(scope="module")

@@ -152,7 +152,7 @@ def test_predictions_are_in_the_order_of_the_data(cli: Cli, digits: tuple[Path, 
     predictions[0] = np.load(tmp_path / "p.npy")
     assert np.array_equal(predictions[0], predictions[1])
     classes = predictions[1] if predictions[1].ndim == 1 else predictions[1].argmax(1)
-    labels = Digits(held_out=True).tensors[1].numpy()
+    labels = Digits(is_validation=True).tensors[1].numpy()
     assert float((classes == labels).mean()) == pytest.approx(training_record.metrics["top1"], abs=1e-12)
 
 

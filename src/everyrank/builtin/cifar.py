@@ -57,8 +57,8 @@ def _workload(
     return classify(
         name,
         lambda: ResNet(depth, classes, small_images=True, width=width),
-        functools.cache(lambda: Images(*read_cifar(path, classes, held_out=False), change, random=augment)),
-        functools.cache(lambda: Images(*read_cifar(path, classes, held_out=True), _plain)),
+        functools.cache(lambda: Images(*read_cifar(path, classes, is_validation=False), change, random=augment)),
+        functools.cache(lambda: Images(*read_cifar(path, classes, is_validation=True), _plain)),
         lr=lr,
         batch=batch,
         epochs=epochs,

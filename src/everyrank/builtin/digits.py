@@ -33,15 +33,15 @@ DATA = Path(__file__).with_name("digits.csv.gz")
 
 
 class Digits(TensorDataset):
-    """The images as (1, 8, 8) in 0 to 1, and their digits; `held_out` chooses every fifth one or the others."""
+    """The images as (1, 8, 8) in 0 to 1, and their digits; `is_validation` chooses every fifth one or the others."""
 
-    def __init__(self, held_out: bool) -> None:
+    def __init__(self, is_validation: bool) -> None:
         packed = DATA.read_bytes()
         self.checksum = "sha256:" + hashlib.sha256(packed).hexdigest()
         text = io.BytesIO(gzip.decompress(packed))
         rows = torch.from_numpy(np.loadtxt(text, delimiter=",", dtype=np.int64))
-        is_held_out = torch.arange(len(rows)) % 5 == 4
-        rows = rows[is_held_out if held_out else ~is_held_out]
+        is_fifth = torch.arange(len(rows)) % 5 == 4
+        rows = rows[is_fifth if is_validation else ~is_fifth]
         super().__init__((rows[:, :64] / 16).reshape(-1, 1, 8, 8), rows[:, 64])
 
 
@@ -68,8 +68,8 @@ def workload(
     return Workload(
         name="digits",
         model=lambda: ConvNet(width=width, norm=norm, dropout=dropout),
-        train_data=lambda: Digits(held_out=False),
-        eval_data=lambda: Digits(held_out=True),
+        train_data=lambda: Digits(is_validation=False),
+        eval_data=lambda: Digits(is_validation=True),
         loss=classification_loss,
         metrics={"top1": count_correct},
         predict=best_class,

@@ -65,8 +65,8 @@ def workload(
     return classify(
         "mnist",
         TwoConvolutions,
-        functools.cache(lambda: Images(*read_mnist(path, held_out=False), _ready)),
-        functools.cache(lambda: Images(*read_mnist(path, held_out=True), _ready)),
+        functools.cache(lambda: Images(*read_mnist(path, is_validation=False), _ready)),
+        functools.cache(lambda: Images(*read_mnist(path, is_validation=True), _ready)),
         lr=lr,
         batch=batch,
         epochs=epochs,

@@ -34,11 +34,11 @@ class Bytes(Dataset[tuple[dict[str, Tensor], Tensor]]):
 
     deterministic = True
 
-    def __init__(self, length: int, held_out: bool) -> None:
+    def __init__(self, length: int, is_validation: bool) -> None:
         content = "\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()
         self.checksum = "sha256:" + hashlib.sha256(content).hexdigest()
         border = len(content) * 9 // 10
-        own_content = content[border:] if held_out else content[:border]
+        own_content = content[border:] if is_validation else content[:border]
         self.bytes = torch.from_numpy(np.frombuffer(own_content, dtype=np.uint8).astype(np.int64))
         self.positions = torch.arange(length)
         self.length = length
@@ -96,10 +96,10 @@ def _workload(
         )
 
     @functools.cache
-    def windows(held_out: bool) -> Any:
+    def windows(is_validation: bool) -> Any:
         if data is None:
-            return Bytes(length, held_out)
-        return TextWindows(files_in(Path(data), ()), length, held_out)
+            return Bytes(length, is_validation)
+        return TextWindows(files_in(Path(data), ()), length, is_validation)
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
@@ -118,8 +118,8 @@ def _workload(
     return Workload(
         name=name,
         model=lambda: Decoder(shape),
-        train_data=lambda: windows(held_out=False),
-        eval_data=lambda: windows(held_out=True),
+        train_data=lambda: windows(is_validation=False),
+        eval_data=lambda: windows(is_validation=True),
         loss=next_token_loss,
         metrics={"top1": count_correct_tokens},
         derived={"perplexity": perplexity},

@@ -33,12 +33,12 @@ _FILES: Mapping[int, Mapping[bool, tuple[list[str], list[str]]]] = {
 _FOLDERS = {10: ("cifar-10-batches-py", "cifar-10-batches-bin"), 100: ("cifar-100-python", "cifar-100-binary")}
 
 
-def read_cifar(folder: Path, classes: int, held_out: bool) -> tuple[Tensor, Tensor]:
+def read_cifar(folder: Path, classes: int, is_validation: bool) -> tuple[Tensor, Tensor]:
     """Images (N, 3, 32, 32) uint8 and labels (N,) int64, of 10 classes or of 100 (the fine labels).
 
     `folder` holds the files, or the folder that the archive unpacks to. Raises `WorkloadError` with what is expected.
     """
-    pickled, binary = _FILES[classes][held_out]
+    pickled, binary = _FILES[classes][is_validation]
     for path in (folder, *(folder / name for name in _FOLDERS[classes])):
         if all((path / name).is_file() for name in pickled):
             parts = [_read_pickled(path / name, classes) for name in pickled]

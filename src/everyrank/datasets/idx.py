@@ -49,15 +49,15 @@ def read_idx(path: Path) -> Tensor:
     return torch.from_numpy(np.frombuffer(content, np.uint8, offset=offset).reshape(shape).copy())
 
 
-def read_mnist(folder: Path, held_out: bool) -> tuple[Tensor, Tensor]:
+def read_mnist(folder: Path, is_validation: bool) -> tuple[Tensor, Tensor]:
     """Images (N, 1, H, W) uint8 and labels (N,) int64: out of a folder of idx files, or an .npz as Keras has it.
 
     Raises `WorkloadError` with the files that are expected where they are not there.
     """
     if folder.suffix == ".npz":
-        pixels, labels = _read_npz(folder, "test" if held_out else "train")
+        pixels, labels = _read_npz(folder, "test" if is_validation else "train")
     else:
-        pixels, labels = (read_idx(_find(folder, name)) for name in _NAMES[held_out])
+        pixels, labels = (read_idx(_find(folder, name)) for name in _NAMES[is_validation])
     if pixels.dim() != 3 or labels.dim() != 1 or len(pixels) != len(labels):
         raise WorkloadError(f"{folder}: images of shape {tuple(pixels.shape)}, labels of shape {tuple(labels.shape)}")
     return pixels.unsqueeze(1), labels.long()

@@ -54,11 +54,15 @@ def checksum_of_names(files: Sequence[Path]) -> str:
 _CHUNK = 1 << 24
 _TAR_BLOCK = 512
 _SHORT_LINE = 8  # bytes: a longer line of nothing but blanks is taken for text
-_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"BZh")  # gzip, zstd, xz, bzip2
+_BZIP2 = tuple(b"BZh%d1AY&SY" % level for level in range(1, 10))  # a text may begin with BZh
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", *_BZIP2)  # gzip, zstd, xz, bzip2
 
 
 class _Files(Dataset[Any]):
-    """A dataset whose indices run over the samples of all files. `shard_sizes` is the number of samples in each."""
+    """A dataset whose indices run over the samples of all files. `shard_sizes` is the number of samples in each.
+
+    random  whether `to_sample` draws random numbers
+    """
 
     def __init__(self, files: Sequence[Path], sizes: Sequence[int], random: bool) -> None:
         self.files = list(files)
@@ -75,7 +79,7 @@ class _Files(Dataset[Any]):
         return int(self.starts[-1])
 
     def file_position(self, index: int) -> tuple[int, int]:
-        """(number of the file, number in it) of a sample."""
+        """Return the number of the file that contains a sample, and the number of the sample in this file."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         file = int(np.searchsorted(self.starts, index, side="right")) - 1
@@ -99,7 +103,7 @@ class _Lines(_Files):
 
 
 def _line_borders(path: Path) -> Any:
-    """The first byte and the end of each line that is not blank, without its newline; shape (lines, 2)."""
+    """Return where each line that is not blank starts and ends, without its newline, as an array (lines, 2)."""
     begins: list[Any] = []
     offset = 0
     try:
@@ -160,7 +164,7 @@ class JsonLines(_Lines):
         try:
             value = json.loads(content)
         except ValueError as error:
-            raise WorkloadError(f"{path}: sample {number} is no JSON ({error})") from error
+            raise WorkloadError(f"{path}: sample {number} is not JSON ({error})") from error
         return self.to_sample(value)
 
 
@@ -194,7 +198,7 @@ _Sample = tuple[str, dict[str, tuple[int, int]]]
 
 
 def _tar_index(path: Path) -> list[_Sample]:
-    """(key, extension -> (begin, bytes)) of each sample, in the order of the archive."""
+    """Return (key, {extension: (offset, size)}) of each sample, in the order of the archive."""
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     try:
         for name, start, size in _tar_members(path):
@@ -205,7 +209,7 @@ def _tar_index(path: Path) -> list[_Sample]:
                 continue
             members = samples.setdefault(f"{folder}/{key}" if folder else key, {})
             if extension in members:
-                raise WorkloadError(f"{path}: {name} is there twice")
+                raise WorkloadError(f"{path}: the archive contains {name} twice")
             members[extension] = (start, size)
     except (tarfile.TarError, OSError) as error:
         raise WorkloadError(f"{path}: cannot be read as an uncompressed tar file ({error})") from error
@@ -221,7 +225,7 @@ def _tar_members(path: Path) -> Iterator[tuple[str, int, int]]:
                 raise WorkloadError(f"{path}: {member.name} is a link or a sparse file; pack plain files")
             if member.isfile():
                 if member.offset_data + member.size > size:
-                    raise WorkloadError(f"{path}: cut off in {member.name}")
+                    raise WorkloadError(f"{path}: cut off inside {member.name}; copy the file again")
                 yield member.name, member.offset_data, member.size
         end = int(archive.offset)  # pyright: ignore[reportAttributeAccessIssue]  (documented nowhere, there since 2.3)
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Text of any files as bytes, in windows that do not overlap. The files are not read into memory."""
+"""Windows of bytes from UTF-8 files. The windows do not overlap, and the files are mapped into memory."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _CHUNK = 1 << 22
 class TextWindows(Dataset[tuple[dict[str, Tensor], Tensor]]):
     """Windows of `length` bytes within each file: ({"tokens": (T,), "positions": (T,)}, next bytes (T,)).
 
-    files      UTF-8, checked once
-    held_out   True: the last tenth of all windows, for validation; False: the windows before it
+    files          UTF-8, checked once
+    is_validation  True: the last tenth of all windows; False: the windows before it
 
-    Raises `WorkloadError` naming the file and byte that is not UTF-8, and for files shorter than two windows.
+    Raises `WorkloadError` naming the file and byte that is not UTF-8, and for fewer than two windows in all files.
     """
 
     deterministic = True
 
-    def __init__(self, files: Sequence[Path], length: int, held_out: bool) -> None:
+    def __init__(self, files: Sequence[Path], length: int, is_validation: bool) -> None:
         self.contents = [_content(path) for path in files]
         self.length = length
         sizes = np.asarray([max(0, len(content) - 1) // length for content in self.contents], dtype=np.int64)
@@ -40,8 +40,9 @@ class TextWindows(Dataset[tuple[dict[str, Tensor], Tensor]]):
         total = int(self.starts[-1])
         border = total * 9 // 10
         if border < 1 or border == total:
-            raise WorkloadError(f"{files[0].parent}: 2 windows of {length} bytes are needed, and the text has {total}")
-        self.begin, self.end = (border, total) if held_out else (0, border)
+            names = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
+            raise WorkloadError(f"{names}: 2 windows of {length} bytes are needed, and the text has {total}")
+        self.begin, self.end = (border, total) if is_validation else (0, border)
         clipped_starts = np.clip(self.starts, self.begin, self.end)
         self.shard_sizes: list[int] = np.diff(clipped_starts).tolist()
         self.positions = torch.arange(length)
@@ -69,7 +70,7 @@ class TextWindows(Dataset[tuple[dict[str, Tensor], Tensor]]):
 
 @functools.cache
 def _content(path: Path) -> Any:
-    """The bytes of a UTF-8 file, mapped into memory; checked once, for training and held-out text together."""
+    """Return the bytes of a UTF-8 file, mapped into memory. Training and validation share the check of the encoding."""
     try:
         if path.stat().st_size == 0:
             return np.zeros(0, dtype=np.uint8)

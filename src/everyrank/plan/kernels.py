@@ -1,7 +1,7 @@
 """Curves of kernels on this machine: seconds against operations or bytes, by kind of kernel.
 
 Each size is measured twice, with hot and with cold caches. Hot: each call has the same operands. Cold: one operand is a
-different tensor in each call, which no call before has read lately. The cold case is like a large training step: one
+different tensor in each call, and no recent call has read it. The cold case is like a large training step: one
 operand is the output of the previous operator, and the other is no longer in the caches.
 
 On a CPU the time of a matrix multiplication has two parts: the FLOPs, and reading and writing the matrices. With few
@@ -28,7 +28,8 @@ from everyrank.world import World
 __all__ = ["measure_kernels", "split_matmul_time", "time_call"]
 
 _BLOCK_SECONDS = 0.02
-_ROWS, _MIN_SECONDS = 8, 1e-8  # rows of thin products
+_ROWS = 8  # of the left matrix of a thin product
+_MIN_SECONDS = 1e-8  # of the bytes of a matrix
 _POOL_BYTES = 2**27  # larger than the last-level cache of most servers
 _GPU_POOL_BYTES = 2**30
 _CPU_BYTES = (2**8, 2**12, 2**15, 2**17, 2**19, 2**21, 2**24)
@@ -37,7 +38,9 @@ _GPU_BYTES = (*_CPU_BYTES, 2**28)
 
 @dataclass(frozen=True)
 class _Case:
-    """A kernel of one size: `call` takes the operand that changes in each call, of shape `shape`.
+    """A kernel of one size.
+
+    `call` takes one operand of shape `shape`: always the same tensor if hot, a different one in each call if cold.
 
     amount   operations, or bytes of operands and results
     """
@@ -49,7 +52,7 @@ class _Case:
 
 
 def time_call(world: World, run: Callable[[], Any], blocks: int = 5) -> float:
-    """Return the median seconds of a call over some blocks, while the other ranks do the same. A collective."""
+    """Return the seconds of a call: the median over `blocks` blocks of calls. All ranks have to call this together."""
 
     def seconds_per_call(count: int) -> float:
         started = time.perf_counter()
@@ -68,7 +71,10 @@ def time_call(world: World, run: Callable[[], Any], blocks: int = 5) -> float:
 
 @torch.no_grad()
 def measure_kernels(world: World) -> tuple[dict[str, list[Point]], dict[str, list[Point]]]:
-    """Return the hot and the cold curves by kind. A collective, because ranks share caches and memory."""
+    """Return the curves with hot and with cold caches, by kind.
+
+    All ranks have to call this together, because they share caches and memory.
+    """
     is_gpu = world.device.type == "cuda"
     pool = torch.ones((_GPU_POOL_BYTES if is_gpu else _POOL_BYTES) // 4, device=world.device)
     pool_half = pool[: len(pool) // 2].to(torch.bfloat16) if is_gpu else pool
@@ -86,13 +92,15 @@ def measure_kernels(world: World) -> tuple[dict[str, list[Point]], dict[str, lis
         for length in case.shape:
             count *= length
         values = pool_half if case.kind.endswith("_half") else pool
-        ring = itertools.cycle(
+        cold_operands = itertools.cycle(
             [values[start : start + count].view(case.shape) for start in _starts(len(values), count)]
         )
-        same = next(ring)
-        hot.setdefault(case.kind, []).append((case.amount, time_call(world, lambda c=case, same=same: c.call(same))))
+        hot_operand = next(cold_operands)
+        hot.setdefault(case.kind, []).append(
+            (case.amount, time_call(world, lambda c=case, operand=hot_operand: c.call(operand)))
+        )
         cold.setdefault(case.kind, []).append(
-            (case.amount, time_call(world, lambda c=case, ring=ring: c.call(next(ring))))
+            (case.amount, time_call(world, lambda c=case, operands=cold_operands: c.call(next(operands))))
         )
     return (hot, cold) if is_gpu else (split_matmul_time(hot), split_matmul_time(cold))
 
@@ -121,8 +129,8 @@ def split_matmul_time(curves: dict[str, list[Point]]) -> dict[str, list[Point]]:
     return others | {"product": products, "matrix": matrices}
 
 
-def _starts(whole: int, count: int) -> range:
-    return range(0, whole - count + 1, max(count, whole // 4096))
+def _starts(length: int, count: int) -> range:
+    return range(0, length - count + 1, max(count, length // 4096))
 
 
 def _kind_for_dtype(kind: str, dtype: torch.dtype) -> str:
@@ -167,17 +175,18 @@ def _normalisation(world: World, rows: int) -> Iterator[_Case]:
     size = 4.0 * shape[0] * 1024
     weight = torch.ones(16, device=world.device)
     mean, bias = (torch.zeros(16, device=world.device) for _ in range(2))
+    variance = torch.ones(16, device=world.device)  # each call changes the running statistics
     normalise: Any = torch.ops.aten.native_batch_norm
     backward: Any = torch.ops.aten.native_batch_norm_backward
-    yield _Case("normalisation", 2 * size, shape, lambda x: normalise(x, weight, bias, mean, weight, True, 0.1, 1e-5))
+    yield _Case("normalisation", 2 * size, shape, lambda x: normalise(x, weight, bias, mean, variance, True, 0.1, 1e-5))
     value = torch.randn(shape, device=world.device)
-    _, saved, inverse = normalise(value, weight, bias, mean, weight, True, 0.1, 1e-5)
+    _, saved, inverse = normalise(value, weight, bias, mean, variance, True, 0.1, 1e-5)
     masks = [True, True, True]
     yield _Case(
         "normalisation_backward",
         3 * size,
         shape,
-        lambda gradient: backward(gradient, value, weight, mean, weight, saved, inverse, True, 1e-5, masks),
+        lambda gradient: backward(gradient, value, weight, mean, variance, saved, inverse, True, 1e-5, masks),
     )
 
 
@@ -207,15 +216,17 @@ def _attention(world: World, dtype: torch.dtype) -> Iterator[_Case]:
         shape = (batch, 4, length, width)
         flops = 4.0 * batch * 4 * length * length * width
         with torch.enable_grad():
-            parts = [torch.randn(shape, device=world.device, dtype=dtype, requires_grad=True) for _ in range(3)]
-            output = attend(*parts, is_causal=True)
+            query_key_value = [
+                torch.randn(shape, device=world.device, dtype=dtype, requires_grad=True) for _ in range(3)
+            ]
+            output = attend(*query_key_value, is_causal=True)
 
-        def forward(query: Tensor, parts: Any = parts) -> Tensor:
-            return attend(query, *parts[1:], is_causal=True)
+        def forward(query: Tensor, query_key_value: Any = query_key_value) -> Tensor:
+            return attend(query, *query_key_value[1:], is_causal=True)
 
-        def backward(gradient: Tensor, output: Tensor = output, parts: Any = parts) -> Any:
+        def backward(gradient: Tensor, output: Tensor = output, query_key_value: Any = query_key_value) -> Any:
             with torch.enable_grad():
-                return torch.autograd.grad(output, parts, gradient, retain_graph=True)
+                return torch.autograd.grad(output, query_key_value, gradient, retain_graph=True)
 
         yield _Case(_kind_for_dtype("attention", dtype), flops, shape, forward)
         yield _Case(_kind_for_dtype("attention_backward", dtype), 2.5 * flops, shape, backward)

@@ -10,6 +10,7 @@ from everyrank.port.prepare import put_in_block
 __all__ = ["edit_accumulation"]
 
 _REASON = "gradients are averaged over the ranks once for each update"
+_SLOWER = "gradients are averaged over the ranks at each backward: correct, but slower"
 
 
 def edit_accumulation(plan: Plan) -> None:
@@ -22,14 +23,23 @@ def edit_accumulation(plan: Plan) -> None:
         loop = source.parents.get(guard) if isinstance(guard, ast.If) else None
         if not isinstance(guard, ast.If) or not isinstance(loop, ast.For | ast.While) or guard not in loop.body:
             continue
-        body = loop.body[: loop.body.index(guard)]
-        forwards_before = [(statement, node) for statement in body for node in ast.walk(statement) if node in forwards]
-        if len(forwards_before) != 1 or not plan.once(guard, "accumulation") or not _is_known(plan, guard, body):
+        statements_before = loop.body[: loop.body.index(guard)]
+        forwards_before = [
+            (statement, node) for statement in statements_before for node in ast.walk(statement) if node in forwards
+        ]
+        if (
+            len(forwards_before) != 1
+            or not plan.once(guard, "accumulation")
+            or not _is_fixed_before_forward(plan, guard, statements_before)
+        ):
+            continue
+        if _has_other_step(plan, guard) or _uses_gradients(loop, guard):
+            plan.note(guard.lineno, _SLOWER)
             continue
         statement, forward = forwards_before[0]
         assert isinstance(forward, ast.Call)
         if plan.idiom is not None:
-            _in_block(plan, guard, body[body.index(statement) :], source.code(forward.func))
+            _in_block(plan, guard, statements_before[statements_before.index(statement) :], source.code(forward.func))
             continue
         source.insert_before(
             statement,
@@ -52,34 +62,64 @@ def _in_block(plan: Plan, guard: ast.If, statements: list[ast.stmt], model: str)
     else:
         header = f"with contextlib.nullcontext() if {test} else {name}.no_sync({model}):"
     if not put_in_block(plan, statements[: last_backward + 1], header, _REASON):
-        plan.note(guard.lineno, "gradients are averaged over the ranks at each backward: correct, but slower")
+        plan.note(guard.lineno, _SLOWER)
 
 
-def _is_known(plan: Plan, guard: ast.If, body: list[ast.stmt]) -> bool:
+def _has_other_step(plan: Plan, guard: ast.If) -> bool:
+    """Whether the script also updates outside `guard`, for example after the loop with the last micro-batches.
+
+    This update would use gradients that are not averaged. It is often not among the traced updates, so the calls are
+    compared by their text.
+    """
+    inside = list(ast.walk(guard))
+    optimizers = {name for node in inside for name in _updated_by(plan, node)}
+    return any(
+        not optimizers.isdisjoint(_updated_by(plan, node)) for node in ast.walk(plan.source.tree) if node not in inside
+    )
+
+
+def _uses_gradients(loop: ast.For | ast.While, guard: ast.If) -> bool:
+    """Whether the loop uses gradients outside `guard`, where they are not averaged yet. For example, it clips them."""
+    names = {
+        getattr(node, "attr", getattr(node, "id", ""))
+        for statement in loop.body
+        if statement is not guard
+        for node in ast.walk(statement)
+    }
+    return any(name == "grad" or name.startswith("clip_grad") for name in names)
+
+
+def _updated_by(plan: Plan, node: ast.AST) -> set[str]:
+    """Return what `optimizer.step()` or `scaler.step(optimizer)` may update, or an empty set."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "step":
+        return set()
+    return {plan.source.code(named) for named in (node.func.value, *node.args)}
+
+
+def _is_fixed_before_forward(plan: Plan, guard: ast.If, statements_before: list[ast.stmt]) -> bool:
     """Whether the condition can be evaluated before the forward, and has no side effect."""
     source = plan.source
     nodes = list(ast.walk(guard.test))
     names = {source.code(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
     stored = {
         source.code(_without_index(node))
-        for statement in body
+        for statement in statements_before
         for node in ast.walk(statement)
         if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store)
     }
     changed_objects = {
         source.code(node.func.value)
-        for statement in body
+        for statement in statements_before
         for node in ast.walk(statement)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }
-    # a method may change these, as `losses.append(...)` does; in a class, `self` often calls the model in the loop
-    objects = {source.code(node.value) for node in nodes if isinstance(node, ast.Attribute)} - {"self"}
-    objects |= {source.code(argument) for node in nodes if isinstance(node, ast.Call) for argument in node.args}
+    # a method may change these objects, for example `losses.append(...)`; `self.model(...)` does not change `self`
+    objects = names - {"self"}
     has_assignment = any(isinstance(node, ast.NamedExpr) for node in nodes)
     only_lengths = all(source.code(node.func) == "len" for node in nodes if isinstance(node, ast.Call))
     has_backward = any(
         isinstance(node, ast.Call) and node in {source.at(fact.span) for fact in plan.of("backward")}
-        for statement in body
+        for statement in statements_before
         for node in ast.walk(statement)
     )
     is_line = guard.test.lineno == guard.test.end_lineno

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,9 @@ from everyrank.errors import UsageError
 from everyrank.relations.numbers import first_different_rates, relative_difference
 from everyrank.relations.samples import checksums_of_tensors, samples_of_batch
 from everyrank.rerun import Imposed, RankRecording, RecordedUpdate, ScriptHost, ScriptRecording
+from everyrank.rerun.recording import EVALUATION_PASSES
 
-__all__ = ["ResumeCommand", "judge_resume", "judge_resumed", "resume_command"]
+__all__ = ["ResumeCommand", "judge_resume", "judge_updates_after_resume", "resume_command"]
 
 _SEED = Imposed(seed=0)  # otherwise two runs of a script that sets no seed would differ
 
@@ -40,10 +42,14 @@ def resume_command(resume: str, stop: str = "") -> ResumeCommand:
         resume_command("--resume out/last.pt").resume == ["--resume", "out/last.pt"]
 
     """
+    return ResumeCommand(_split("--resume-with", resume), _split("--stop-with", stop))
+
+
+def _split(option: str, text: str) -> list[str]:
     try:
-        return ResumeCommand(shlex.split(resume), shlex.split(stop))
+        return shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"--resume-with {resume!r}: {error}; close the quote") from error
+        raise UsageError(f"{option} {text!r}: {error}; close the quote") from error
 
 
 def judge_resume(
@@ -91,9 +97,10 @@ def judge_resume(
     start = saved[-1][1]
     resumed = run(command.resume, min(6, len(uninterrupted.ranks[0].updates) - start), files=stopped)
     if resumed.failure:
-        findings.add_unchecked(f"resume: the script does not start with these arguments ({resumed.failure})")
+        arguments = shlex.join(command.resume)
+        findings.add_unchecked(f"resume: the script fails with --resume-with {arguments!r} ({resumed.failure})")
         return
-    judge_resumed(uninterrupted.ranks[0], resumed.ranks[0], start, saved[-1][2], findings)
+    judge_updates_after_resume(uninterrupted.ranks[0], resumed.ranks[0], start, saved[-1][2], findings)
 
 
 def _checkpoint_saves(rank: RankRecording, command: ResumeCommand) -> list[tuple[str, int, str]]:
@@ -106,7 +113,7 @@ def _checkpoint_saves(rank: RankRecording, command: ResumeCommand) -> list[tuple
     return [save for save in saves if Path(save[0]).name in arguments] or saves
 
 
-def judge_resumed(
+def judge_updates_after_resume(
     uninterrupted: RankRecording, resumed: RankRecording, start: int, save_line: str, findings: Findings
 ) -> None:
     """Compare the updates after a resume with those of an uninterrupted training.
@@ -117,26 +124,26 @@ def judge_resumed(
     if not resumed.updates:
         findings.add_unchecked("resume: the resumed run made no update")
         return
-    for number, update in enumerate(resumed.updates):
-        if start + number >= len(uninterrupted.updates):
+    for index, resumed_update in enumerate(resumed.updates):
+        if start + index >= len(uninterrupted.updates):
             return
-        other = uninterrupted.updates[start + number]
-        difference = _first_difference(uninterrupted, resumed, start + number, number, other, update)
+        expected = uninterrupted.updates[start + index]
+        difference = _first_difference(uninterrupted, resumed, start + index, index, expected, resumed_update)
         if difference:
             findings.add(
                 "WARN",
                 "resume.differs",
                 resumed.facts.get("loads", [save_line])[0],
-                f"update {start + number}, {_ordinal(number)} after a resume from the checkpoint of "
-                f"{short_location(save_line)}: {difference}",
+                f"update {start + index}, {_ordinal(index)} after a resume from the checkpoint that "
+                f"{short_location(save_line)} wrote: {difference}",
                 "save all state that the training needs, and load it before the first batch is read",
                 other_lines=(save_line,),
             )
             return
 
 
-def _ordinal(number: int) -> str:
-    return "the first" if not number else f"number {number + 1}"
+def _ordinal(index: int) -> str:
+    return "the first" if not index else f"number {index + 1}"
 
 
 def _first_difference(
@@ -147,11 +154,14 @@ def _first_difference(
     expected: RecordedUpdate,
     resumed_update: RecordedUpdate,
 ) -> str:
-    """The first difference, in the order in which one difference causes the next; "" if all is equal."""
+    """Return the first difference; "" if all is equal.
+
+    The order is weights, buffers, learning rates, samples, gradients, step: each may cause those after it.
+    """
     for kind, values, others in (
         ("weights", expected.before, resumed_update.before),
         (
-            "states",
+            "buffers or untrained parameters",
             _states_before(uninterrupted, uninterrupted_index),
             _states_before(resumed, resumed_index) if resumed_index else {},
         ),
@@ -163,9 +173,9 @@ def _first_difference(
         rates = first_different_rates([expected.rates, resumed_update.rates])
         if rates is not None:
             return f"the learning rate is {rates[1]:.6g} instead of {rates[0]:.6g}: the schedule is not resumed"
-    expected_batches = _batches(uninterrupted, uninterrupted_index)
-    resumed_batches = _batches(resumed, resumed_index)[-len(expected_batches) :] if expected_batches else []
-    if expected_batches and expected_batches != resumed_batches:
+    expected_batches = _checksums_of_batches(uninterrupted, uninterrupted_index)
+    resumed_batches = _checksums_of_batches(resumed, resumed_index)
+    if expected_batches and resumed_batches and expected_batches != resumed_batches[-len(expected_batches) :]:
         return "different samples are read: the position or the order of the data is not resumed"
     name = _differing(expected.gradients, resumed_update.gradients)
     if name:
@@ -194,7 +204,17 @@ def _differing(values: dict[str, Any], others: dict[str, Any]) -> str:
     return ""
 
 
-def _batches(rank: RankRecording, update: int) -> list[list[int]]:
-    """Checksums of the samples of each batch of an update, or of its tensors if each sample is a scalar."""
-    batches = [batch for _, batch, before in rank.batches if before == update]
+def _checksums_of_batches(rank: RankRecording, update: int) -> list[list[int]]:
+    """Return checksums of the samples of each training batch of an update, or of its tensors if they are scalars.
+
+    Empty if not all batches up to this update are recorded, for example because they are too large.
+    """
+    if update >= rank.facts.get("update_without_batches", math.inf):
+        return []
+    training_loaders = rank.facts.get("training_loaders")
+    batches = [
+        batch
+        for (loader, number), batch, before in rank.batches
+        if before == update and number < EVALUATION_PASSES and (training_loaders is None or loader in training_loaders)
+    ]
     return [samples_of_batch(batch) or checksums_of_tensors(batch) for batch in batches]

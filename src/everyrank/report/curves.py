@@ -31,7 +31,7 @@ class Curve:
     name        name of the file, as typed by the user
     losses      step -> loss, in order of steps
     resolution  half of the last printed digit; 0 if all digits were kept
-    precision   precision of the run, if its layout has one: "bf16"
+    precision   precision of the run of a Record: "bf16"; None for other files
     """
 
     name: str
@@ -100,7 +100,8 @@ def _curves_of_records(path: Path) -> list[Curve]:
             precisions = [setting.partition("=")[2] for setting in settings if setting.startswith("precision=")]
             label = f"{record.workload} · {record.layout} · {record.world_size} ranks"
             losses = dict(enumerate(record.loss))
-            curves.append(Curve(path.name, losses, precision=precisions[0] if precisions else None, label=label))
+            precision = precisions[0] if precisions else "float32"  # the default, which the layout does not name
+            curves.append(Curve(path.name, losses, precision=precision, label=label))
     if not curves:
         raise UsageError(f"{path}: no Record has losses; everyrank train, run or bench with --json F writes them")
     return curves

@@ -22,10 +22,10 @@ _ROUNDING = {
     "float32": 1e-5,
     "bf16": 1e-2,
     "fp16": 3e-3,
-}  # relative difference of a loss by rounding, before it grows
+}  # largest relative difference that rounding causes in the first losses
 _GROWTH = 10.0  # rounding differences may grow by this factor in one step; chosen, not measured
 _MAX_DIFFERENCE = 0.05  # relative; above it, rounding cannot be distinguished from seeds
-_MAX_FACTOR_ERROR = 0.25  # of a scale in the loss; above it, any factor is near a whole number
+_MAX_FACTOR_ERROR = 0.25  # largest error of a factor between losses; with more, any is near a whole number
 _PARTS = 4  # parts of the curve, each compared by a t-test
 _LEVEL = 0.05
 
@@ -35,7 +35,7 @@ class CurveComparison:
     """The result of a comparison.
 
     status       "equal", "rounding", "noise of seeds", "different" or "undecided"
-    text         why
+    text         explanation of the status, with numbers
     next         what to do next; "" if the result is certain
     assumptions  assumptions of this result
     """
@@ -52,65 +52,73 @@ class CurveComparison:
         return [*rows, *(f"assumed: {text}" for text in self.assumptions)]
 
 
-def pairs_of_curves(before: Sequence[Curve], now: Sequence[Curve]) -> list[tuple[str, list[Curve], list[Curve]]]:
+def pairs_of_curves(runs_a: Sequence[Curve], runs_b: Sequence[Curve]) -> list[tuple[str, list[Curve], list[Curve]]]:
     """Return (label, runs of A, runs of B) to compare. Records of several layouts are compared layout by layout.
 
-    Raises `UsageError` if both sides have several layouts and none in common.
+    Raises `UsageError` if a side has several layouts and none of them is on the other side.
     """
-    labels = [list(dict.fromkeys(run.label for run in runs)) for runs in (before, now)]
+    labels = [list(dict.fromkeys(run.label for run in runs)) for runs in (runs_a, runs_b)]
     if len(labels[0]) == len(labels[1]) == 1:
-        return [(labels[0][0], list(before), list(now))]
+        return [(labels[0][0], list(runs_a), list(runs_b))]
     rows = [
-        (label, [run for run in before if run.label == label], [run for run in now if run.label == label])
+        (label, [run for run in runs_a if run.label == label], [run for run in runs_b if run.label == label])
         for label in labels[0]
         if label in labels[1]
     ]
     if not rows:
-        label_texts = [", ".join(names[:3]) + ", ..." * (len(names) > 3) for names in labels]
-        raise UsageError(f"A and B have no layout in common: A has {label_texts[0]}; B has {label_texts[1]}")
+        label_texts = [
+            ", ".join(name or "no layout" for name in names[:3]) + ", ..." * (len(names) > 3) for names in labels
+        ]
+        raise UsageError(
+            f"A and B have no layout in common: A has {label_texts[0]}; B has {label_texts[1]}; give files with one "
+            "layout each"
+        )
     return rows
 
 
 def compare_curves(
-    before: Sequence[Curve], now: Sequence[Curve], precision: str | None = None, same_seed: bool = False
+    runs_a: Sequence[Curve], runs_b: Sequence[Curve], precision: str | None = None, same_seed: bool = False
 ) -> CurveComparison:
     """Compare the runs of two experiments.
 
-    before, now   the runs of each, which differ only in their seeds
-    precision     of the runs; None: as the Records name it, else float32
-    same_seed     the single runs of both sides have the same seed and read the same samples
+    runs_a, runs_b  the runs of each, which differ only in their seeds
+    precision       of the runs; None: the coarsest that the Records name, else float32
+    same_seed       the single runs of both sides have the same seed and read the same samples
 
-    Raises `UsageError` for fewer than 2 common steps, a run twice, an unknown precision, or NaN losses on both sides.
+    Raises `UsageError` for fewer than 2 common steps, a run twice, an unknown precision, or losses that are NaN or
+    infinite on both sides.
     """
-    runs = [*before, *now]
-    for side in (before, now):
+    runs = [*runs_a, *runs_b]
+    for side in (runs_a, runs_b):
         for index, run in enumerate(side):
             copies = [other.name for other in side[:index] if other.losses == run.losses]
             if copies:
                 raise UsageError(f"{copies[0]} and {run.name} are the same run; give runs with different seeds")
-    steps, note = _common_steps(before, now)
-    precision_name = precision or next((run.precision for run in runs if run.precision), None) or "float32"
+    steps, note = _common_steps(runs_a, runs_b)
+    precisions = [run.precision for run in runs if run.precision]
+    coarsest = max(precisions, key=lambda name: _ROUNDING.get(name, math.inf), default="float32")
+    precision_name = precision or coarsest
     if precision_name not in _ROUNDING:
         raise UsageError(f"--precision {precision_name}: give one of {', '.join(_ROUNDING)}")
     resolution = max(run.resolution for run in runs)
-    tolerances = {step: max(_ROUNDING[precision_name] * abs(before[0].losses[step]), 2 * resolution) for step in steps}
-    result = _not_finite_on_one_side(before, now, steps)
-    if result is None and len(before) == len(now) == 1:
-        result = _compare_single_runs(before[0], now[0], steps, tolerances, precision_name, same_seed)
+    tolerances = {step: max(_ROUNDING[precision_name] * abs(runs_a[0].losses[step]), 2 * resolution) for step in steps}
+    result = _not_finite_on_one_side(runs_a, runs_b, steps)
+    if result is None and len(runs_a) == len(runs_b) == 1:
+        result = _compare_single_runs(runs_a[0], runs_b[0], steps, tolerances, precision_name, same_seed)
     elif result is None:
-        result = _compare_seeds(before, now, steps)
+        result = _compare_seeds(runs_a, runs_b, steps)
     assumptions = list(result.assumptions)
     if resolution and result.status != "equal":
         assumptions.append(f"the losses are printed to {resolution * 2:.0e}; smaller differences are invisible")
     return CurveComparison(result.status, result.text, result.next, (*([note] if note else []), *assumptions))
 
 
-def _common_steps(before: Sequence[Curve], now: Sequence[Curve]) -> tuple[list[int], str]:
-    runs = [*before, *now]
+def _common_steps(runs_a: Sequence[Curve], runs_b: Sequence[Curve]) -> tuple[list[int], str]:
+    runs = [*runs_a, *runs_b]
     common = sorted(set[int](runs[0].losses).intersection(*(run.losses for run in runs[1:])))
     if len(common) < 2:
-        shortest = [min(side, key=lambda run: len(run.losses)) for side in (before, now)]
-        run_texts = [f"{run.name} has {len(run.losses)} ({_range(run)})" for run in shortest]
+        shortest = [min(side, key=lambda run: len(run.losses)) for side in (runs_a, runs_b)]
+        run_texts = [f"{run.name} has {len(run.losses)} ({_steps_text(run)})" for run in shortest]
         raise UsageError(
             f"{len(common)} step{'s' * (len(common) != 1)} in common, and 2 are needed: {'; '.join(run_texts)}; "
             "log both at the same steps"
@@ -120,51 +128,55 @@ def _common_steps(before: Sequence[Curve], now: Sequence[Curve]) -> tuple[list[i
     return common, f"only the {len(common)} steps that all runs have are compared, of {longest}" if has_gaps else ""
 
 
-def _range(curve: Curve) -> str:
+def _steps_text(curve: Curve) -> str:
     steps = list(curve.losses)
     shown = ", ".join(map(str, steps[:3]))
     return shown if len(steps) <= 3 else f"{shown}, ... {steps[-1]}"
 
 
 def _not_finite_on_one_side(
-    before: Sequence[Curve], now: Sequence[Curve], steps: Sequence[int]
+    runs_a: Sequence[Curve], runs_b: Sequence[Curve], steps: Sequence[int]
 ) -> CurveComparison | None:
-    """Return a difference if only one side has losses that are NaN or infinite, else None."""
-    first: dict[str, int | None] = {}
-    for name, runs in (("A", before), ("B", now)):
+    """Return a difference if only one side has losses that are NaN or infinite. Raises `UsageError` if both have."""
+    first_steps: dict[str, int | None] = {}
+    for name, runs in (("A", runs_a), ("B", runs_b)):
         not_finite = [step for step in steps if any(not math.isfinite(run.losses[step]) for run in runs)]
-        first[name] = not_finite[0] if not_finite else None
-    if first["A"] == first["B"] is None:
+        first_steps[name] = not_finite[0] if not_finite else None
+    if first_steps["A"] == first_steps["B"] is None:
         return None
-    if first["A"] is not None and first["B"] is not None:
-        raise UsageError(f"both have losses that are NaN or infinite (A from step {first['A']}, B from {first['B']})")
-    name = "A" if first["A"] is not None else "B"
-    return CurveComparison("different", f"only {name} has losses that are NaN or infinite, first at step {first[name]}")
+    if first_steps["A"] is not None and first_steps["B"] is not None:
+        raise UsageError(
+            f"both have losses that are NaN or infinite (A from step {first_steps['A']}, B from {first_steps['B']})"
+        )
+    name = "A" if first_steps["A"] is not None else "B"
+    return CurveComparison(
+        "different", f"only {name} has losses that are NaN or infinite, first at step {first_steps[name]}"
+    )
 
 
 # --- one run of each
 
 
 def _compare_single_runs(
-    before: Curve, now: Curve, steps: Sequence[int], tolerances: Mapping[int, float], precision: str, same_seed: bool
+    run_a: Curve, run_b: Curve, steps: Sequence[int], tolerances: Mapping[int, float], precision: str, same_seed: bool
 ) -> CurveComparison:
-    differences = {step: now.losses[step] - before.losses[step] for step in steps}
+    differences = {step: run_b.losses[step] - run_a.losses[step] for step in steps}
     if not any(differences.values()):
         return CurveComparison("equal", f"all {len(steps)} losses are the same, digit by digit")
     assumptions = (
-        f"{precision} (--precision), whose rounding changes the first losses by at most {_ROUNDING[precision]:.0e} of "
-        f"their value and grows by at most a factor of {_GROWTH:g} in a step",
+        f"rounding in {precision} (--precision) changes the first losses by at most {_ROUNDING[precision]:.0e} of "
+        f"their value, and this difference grows by at most a factor of {_GROWTH:g} in a step",
     )
     first_step = steps[0]
     if abs(differences[first_step]) > tolerances[first_step]:
-        return _different_start(before, now, steps, tolerances, same_seed)
-    largest = max(steps, key=lambda step: abs(differences[step]) / (abs(before.losses[step]) or 1.0))
-    largest_difference = _relative_difference(differences[largest], before.losses[largest])
+        return _different_start(run_a, run_b, steps, tolerances, same_seed)
+    largest = max(steps, key=lambda step: abs(differences[step]) / (abs(run_a.losses[step]) or 1.0))
+    largest_difference = _relative_difference(differences[largest], run_a.losses[largest])
     jump_step = _first_jump(steps, differences, tolerances)
     if jump_step is not None:
         text = (
-            f"the losses agree before step {jump_step}, whose losses are {before.losses[jump_step]:.6g} and "
-            f"{now.losses[jump_step]:.6g}: rounding does not grow so fast"
+            f"the losses agree before step {jump_step}, whose losses are {run_a.losses[jump_step]:.6g} and "
+            f"{run_b.losses[jump_step]:.6g}: rounding does not grow so fast"
         )
         return CurveComparison("different", text, assumptions=(*assumptions, "both read the same samples"))
     beyond = [step for step in steps if abs(differences[step]) > tolerances[step]]
@@ -190,19 +202,20 @@ def _compare_single_runs(
 
 
 def _different_start(
-    before: Curve, now: Curve, steps: Sequence[int], tolerances: Mapping[int, float], same_seed: bool
+    run_a: Curve, run_b: Curve, steps: Sequence[int], tolerances: Mapping[int, float], same_seed: bool
 ) -> CurveComparison:
     """Return the result if the first losses differ, by a different seed or a different loss."""
     first = steps[0]
-    first_before, first_now = before.losses[first], now.losses[first]
-    difference = _relative_difference(first_now - first_before, first_before)
+    loss_a, loss_b = run_a.losses[first], run_b.losses[first]
+    difference = _relative_difference(loss_b - loss_a, loss_a)
     text = (
-        f"the first losses (step {first}) are {first_before:.6g} and {first_now:.6g}, a relative difference of "
-        f"{difference:.1e}"
+        f"the first losses (step {first}) are {loss_a:.6g} and {loss_b:.6g}, a relative difference of {difference:.1e}"
     )
-    scale = _scale_of_loss(before, now, steps, tolerances)
+    scale = _scale_of_loss(run_a, run_b, steps, tolerances)
     if scale is not None:
-        return CurveComparison("different", f"{text}; B is {scale:.6g} times A: a scale in the loss", assumptions=())
+        return CurveComparison(
+            "different", f"{text}; B is {scale:.6g} times A: the loss is multiplied by a constant", assumptions=()
+        )
     if same_seed:
         return CurveComparison(
             "different", text, assumptions=("both have the same seed and read the same samples (--same-seed)",)
@@ -214,14 +227,14 @@ def _different_start(
     )
 
 
-def _scale_of_loss(before: Curve, now: Curve, steps: Sequence[int], tolerances: Mapping[int, float]) -> float | None:
+def _scale_of_loss(run_a: Curve, run_b: Curve, steps: Sequence[int], tolerances: Mapping[int, float]) -> float | None:
     """Return the factor between the first losses that are not zero if it is N or 1/N, with N a whole number above 1."""
-    step = next((step for step in steps if before.losses[step]), None)
-    factor = 0.0 if step is None else now.losses[step] / before.losses[step]
+    step = next((step for step in steps if run_a.losses[step]), None)
+    factor = 0.0 if step is None else run_b.losses[step] / run_a.losses[step]
     if step is None or not (0 < factor < math.inf and 1 / factor < math.inf):
         return None
     scale = round(factor) if factor >= 1 else 1 / round(1 / factor)
-    tolerance = 2 * tolerances[step] / min(abs(before.losses[step]), abs(now.losses[step]))
+    tolerance = 2 * tolerances[step] / min(abs(run_a.losses[step]), abs(run_b.losses[step]))
     is_precise = tolerance * max(scale, 1 / scale) < _MAX_FACTOR_ERROR
     return scale if is_precise and scale != 1 and abs(factor / scale - 1) < tolerance else None
 
@@ -249,13 +262,13 @@ def _first_jump(steps: Sequence[int], differences: Mapping[int, float], toleranc
 # --- several seeds
 
 
-def _compare_seeds(before: Sequence[Curve], now: Sequence[Curve], steps: Sequence[int]) -> CurveComparison:
-    freedom = len(before) + len(now) - 2
-    counts = f"A has {len(before)} run{'s' * (len(before) != 1)}, B {len(now)}"
+def _compare_seeds(runs_a: Sequence[Curve], runs_b: Sequence[Curve], steps: Sequence[int]) -> CurveComparison:
+    freedom = len(runs_a) + len(runs_b) - 2
+    counts = f"A has {len(runs_a)} run{'s' * (len(runs_a) != 1)}, B {len(runs_b)}"
     if freedom < 2:
         return CurveComparison(
             "undecided",
-            f"{counts}: too few to know what a seed changes",
+            f"{counts}: too few to measure the noise of seeds",
             "give 4 runs or more in all, for example 3 seeds of A and 1 of B",
         )
     assumptions = [
@@ -266,16 +279,19 @@ def _compare_seeds(before: Sequence[Curve], now: Sequence[Curve], steps: Sequenc
     critical = _t_quantile(1 - _LEVEL / len(segments) / 2, freedom)
     rows: list[tuple[list[int], float, float, float]] = []
     for segment in segments:
-        sides = [[statistics.fmean(run.losses[step] for step in segment) for run in runs] for runs in (before, now)]
+        sides = [[statistics.fmean(run.losses[step] for step in segment) for run in runs] for runs in (runs_a, runs_b)]
         means = [statistics.fmean(side) for side in sides]
-        squares = sum((value - mean) ** 2 for side, mean in zip(sides, means, strict=True) for value in side)
-        width = critical * math.sqrt(squares / freedom * (1 / len(before) + 1 / len(now)))
+        squares = sum(
+            (value - mean) * (value - mean) for side, mean in zip(sides, means, strict=True) for value in side
+        )
+        width = critical * math.sqrt(squares / freedom * (1 / len(runs_a) + 1 / len(runs_b)))
         rows.append((segment, means[0], means[1] - means[0], width))
     differing = [row for row in rows if abs(row[2]) > row[3]]
     segment, mean, difference, width = (differing or rows)[-1]
     scale = 100 / (abs(mean) or 1.0)
     low, high = (difference - width) * scale, (difference + width) * scale
-    difference_text = f"in steps {segment[0]} to {segment[-1]} B's mean loss is {low:+.2g}% to {high:+.2g}% from A's"
+    steps_text = f"in steps {segment[0]} to {segment[-1]}"
+    difference_text = f"{steps_text} B's mean loss differs from A's by {low:+.2g}% to {high:+.2g}%"
     confidence = f"{100 * (1 - _LEVEL):g}% intervals over {len(segments)} parts of the curve"
     if differing:
         return CurveComparison(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "EVALUATION_PASSES",
     "SHAPES_DIFFER",
     "Imposed",
     "Printed",
@@ -23,6 +24,9 @@ __all__ = [
 
 SHAPES_DIFFER = "ranks read samples of different shapes, such as texts padded to each batch's length"
 """Why batches of loaders are not merged."""
+
+EVALUATION_PASSES = 10**6
+"""The number of the first pass over a loader without gradients. Passes with gradients count from 0."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,11 +12,11 @@ __all__ = ["check_randomness"]
 
 _GENERATORS = ("torch", "random", "numpy")
 _MIN_STEPS = 4  # fewer steps with equal draws may be a coincidence
-_MAX_GROUPS = 2  # process groups; scripts often have a second one only for barriers
+_MAX_GROUPS = 2  # with more process groups, some ranks may share samples; a second group is often only for barriers
 
 
 def check_randomness(evidence: Evidence, findings: Findings) -> None:
-    """Compare the generator states of forwards and workers between the ranks."""
+    """Report random numbers that are equal on several ranks or in several workers, but should differ."""
     if evidence.world_size > 1:
         _check_dropout(evidence, findings)
         _check_noise(evidence, findings)
@@ -28,8 +28,8 @@ def check_randomness(evidence: Evidence, findings: Findings) -> None:
 def _check_dropout(evidence: Evidence, findings: Findings) -> None:
     first, second = evidence.ranks[:2]
     forwards = evidence.training_forwards
-    num_dropouts = {(event.update, event.micro): event.num_dropouts for event in evidence.of(first, ForwardEnd)}
-    common_steps = [key for key in forwards[first] if key in forwards[second] and num_dropouts.get(key)]
+    with_dropout = {(event.update, event.micro) for event in evidence.of(first, ForwardEnd) if event.num_dropouts}
+    common_steps = [key for key in forwards[first] if key in forwards[second] and key in with_dropout]
     equal_steps = [key for key in common_steps if forwards[first][key].generator == forwards[second][key].generator]
     if common_steps and 2 * len(equal_steps) >= len(common_steps) and not evidence.is_split:
         findings.add(
@@ -82,7 +82,7 @@ _DrawsByStep = dict[tuple[int, int], dict[str, list[tuple[int, int]]]]
 
 
 def _draws_by_step(evidence: Evidence, rank: int) -> _DrawsByStep:
-    """The random draws before the first forward of each backward, and inside all its forwards."""
+    """Return for each step and line the draws that are inputs of its first forward, and those inside its forwards."""
     draws: _DrawsByStep = defaultdict(lambda: defaultdict(list))
     forwards = evidence.training_forwards[rank]
     for event in [*forwards.values(), *evidence.of(rank, ForwardEnd)]:
@@ -94,7 +94,10 @@ def _draws_by_step(evidence: Evidence, rank: int) -> _DrawsByStep:
 def _steps_with_equal_draws(
     evidence: Evidence, line: str, first: _DrawsByStep, second: _DrawsByStep
 ) -> list[tuple[int, int]]:
-    """The steps in which a line draws equal noise on both ranks; [] if they are few, or may be intended."""
+    """Return the steps in which a line draws equal noise on both ranks.
+
+    [] if they are fewer than `_MIN_STEPS` or half of all steps, if the noise repeats, or if the ranks share samples.
+    """
     keys = [key for key in first if line in first[key]]
     equal_keys = [key for key in keys if first[key][line] == second.get(key, {}).get(line)]
     is_new_each_time = len({tuple(first[key][line]) for key in equal_keys}) == len(equal_keys)
@@ -112,10 +115,11 @@ def _inputs_differ(evidence: Evidence, key: tuple[int, int]) -> bool:
     return not set(first.row_checksums) & set(second.row_checksums)
 
 
-def _equally_drawn(first: Fetch, second: Fetch) -> str:
+def _equal_generators(first: Fetch, second: Fetch) -> str:
     """The names of the generators from which both have drawn, and whose states are equal afterwards.
 
-    The states before are not compared: an IterableDataset may seed its generators after they were recorded.
+    The ranks may have different states before the fetch: an IterableDataset may seed its generators after they were
+    recorded.
     """
     states = zip(_GENERATORS, first.before, first.after, second.before, second.after, strict=True)
     return ", ".join(
@@ -128,14 +132,14 @@ def _equally_drawn(first: Fetch, second: Fetch) -> str:
 def _check_augmentation(evidence: Evidence, findings: Findings) -> None:
     first, second = (_fetches_by_worker(evidence, rank) for rank in evidence.ranks[:2])
     for key in first:
-        equal = [_equally_drawn(*pair) for pair in zip(first[key], second.get(key, ()), strict=False)]
+        equal = [_equal_generators(*pair) for pair in zip(first[key], second.get(key, ()), strict=False)]
         names = next(filter(None, equal), "")
         if names:
             findings.add(
                 "WARN",
                 "random.augment",
-                _line_of(evidence, key[2]),
-                f"the dataset draws equal random numbers ({names}) on all ranks, so all ranks augment equally",
+                _loader_line(evidence, key[2]),
+                f"the dataset draws equal random numbers ({names}) on all ranks, so their augmentations are equal",
                 "seed by rank: torch.manual_seed(seed + rank), a generator=, or a worker_init_fn",
                 evidence.equal_seeds(names.split(", ")),
             )
@@ -158,12 +162,12 @@ def _check_workers(evidence: Evidence, findings: Findings) -> None:
     for (worker, dataset), event in fetches.items():
         first = fetches.get((0, dataset))
         if worker > 0 and first is not None and event.number == first.number:
-            names = _equally_drawn(first, event)
+            names = _equal_generators(first, event)
             if names:
                 findings.add(
                     "FAIL",
                     "random.workers",
-                    _line_of(evidence, dataset),
+                    _loader_line(evidence, dataset),
                     f"workers 0 and {worker} of the loader draw equal random numbers ({names})",
                     "keep the seeds that torch gives its workers, or add the worker's id in a worker_init_fn",
                     _worker_seeds(evidence, names.split(", ")),
@@ -176,6 +180,6 @@ def _worker_seeds(evidence: Evidence, libraries: list[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(line for event in events[-1:] for line in event.lines))
 
 
-def _line_of(evidence: Evidence, dataset: str) -> str:
+def _loader_line(evidence: Evidence, dataset: str) -> str:
     loaders = [event for event in evidence.of(evidence.ranks[0], LoaderEpoch) if event.dataset == dataset]
     return loaders[0].line if loaders else ""

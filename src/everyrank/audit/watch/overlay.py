@@ -20,6 +20,7 @@ import functools
 import io
 import os
 import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ _installed: list[Overlay] = []
 class Overlay:
     """The script's view of the file system: the real files, plus its writes, minus its removals.
 
-    folder  the audit's folder, which all ranks of a script share
+    folder  the audit's folder, which all ranks of a script share. Its folder `written` is called "the tree" below.
     main    the script, whose folder is redirected even if it is inside a temporary folder
     """
 
@@ -48,11 +49,13 @@ class Overlay:
         temporary = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
         self.audit_folder = os.path.realpath(folder)
         self.folder = f"{self.audit_folder}/files"
-        self.tree, self.removed = f"{self.folder}/written", f"{self.folder}/removed"
+        self.written, self.removed = f"{self.folder}/written", f"{self.folder}/removed"
         self.start_folder = os.path.realpath(os.getcwd())
         main_folder = os.path.dirname(main)
         self.main_folder = os.path.realpath(main_folder) if main_folder else ""
-        self.thread_state = threading.local()  # the overlay's own calls are not redirected
+        self.thread_state = (
+            threading.local()
+        )  # is_busy: this thread is inside the overlay, whose own calls are not redirected
         direct_folders = [*temporary, "/tmp", "/var/tmp", "/dev", "/proc", "/sys", os.path.expanduser("~/.cache")]
         direct_folders += [
             os.environ[name] for name in ("TORCH_HOME", "HF_HOME", "XDG_CACHE_HOME") if os.environ.get(name)
@@ -68,58 +71,69 @@ class Overlay:
 
         `follows`: if the path itself is a symlink, return its target.
         """
-        return self._resolved(path, dir_fd, follows)[0]
+        absolute, _, is_direct = self._resolved(path, dir_fd, follows)
+        return None if is_direct else absolute
 
-    def _resolved(self, path: Any, dir_fd: int | None, follows: bool) -> tuple[str | None, bool]:
-        """The path of `script_path`, and whether a symlink that the script has created leads to it."""
+    def _resolved(self, path: Any, dir_fd: int | None, follows: bool) -> tuple[str | None, bool, bool]:
+        """Return the absolute path, whether it is through a new link, and whether it is direct.
+
+        A new link is a symlink that the script has created. A direct path is not redirected (`_is_direct`). The path is
+        None for descriptors, system folders and the empty path, for which the real function raises an error.
+        """
         if getattr(self.thread_state, "is_busy", False) or not isinstance(path, str | bytes | os.PathLike):
-            return None, False
+            return None, False, False
         self.thread_state.is_busy = True
         try:
             name = os.fsdecode(path)
+            if not name:  # not the working folder
+                return None, False, False
             if dir_fd is not None and not os.path.isabs(name):
                 name = os.path.join(self._path_of(dir_fd), name)
             absolute = self.as_script_sees(os.path.join(self.working_folder(), name))
-            if "\0" in absolute or absolute.startswith(_SYSTEM_FOLDERS):  # /dev/stdout is a symlink to a file
-                return None, False
-            absolute, is_created = self._without_links(absolute, follows)
-            return (None if self._is_direct(absolute) else absolute), is_created
+            # before links are resolved, because /dev/stdout may be a symlink to a file
+            if "\0" in absolute or absolute.startswith(_SYSTEM_FOLDERS):
+                return None, False, False
+            absolute, is_through_new_link = self._without_links(absolute, follows)
+            return absolute, is_through_new_link, self._is_direct(absolute)
         except (OSError, ValueError):
-            return None, False
+            return None, False, False
         finally:
             self.thread_state.is_busy = False
 
     def _without_links(self, absolute: str, follows: bool) -> tuple[str, bool]:
-        """Resolve symlinks as the script sees them. Also returns whether the script has created one of them."""
-        done, rest = "", absolute.split(os.sep)[:0:-1]
-        is_created, num_links = False, 0
-        while rest:
-            name = rest.pop()
+        """Resolve symlinks as the script sees them. Also return whether the script has created one of them."""
+        resolved, remaining = "", absolute.split(os.sep)[:0:-1]
+        is_through_new_link, num_links = False, 0
+        while remaining:
+            name = remaining.pop()
             if name == "..":
-                done = os.path.dirname(done)
+                resolved = os.path.dirname(resolved)
             elif name not in ("", os.curdir):
-                path = f"{done}{os.sep}{name}"
-                link = self._link_at(path) if rest or follows else ""
+                path = f"{resolved}{os.sep}{name}"
+                link = self._link_at(path) if remaining or follows else ""
                 num_links += bool(link)
                 if not link or num_links > _MAX_LINKS:
-                    done = path
+                    resolved = path
                     continue
-                is_created |= link != path
+                is_through_new_link |= link != path
                 target = _REAL["readlink"](link)
-                done = "" if os.path.isabs(target) else done
-                rest += target.split(os.sep)[::-1]
-        return done or os.sep, is_created
+                resolved = "" if os.path.isabs(target) else resolved
+                remaining += target.split(os.sep)[::-1]
+        return resolved or os.sep, is_through_new_link
 
     def _link_at(self, path: str) -> str:
-        """The symlink that the script sees at a path: the path itself, or that in the tree; "" if there is none."""
-        mode = _mode(self.tree + path)
+        """Return where the symlink is that the script sees at `path`: in the tree, or at `path` itself.
+
+        "" if there is no symlink.
+        """
+        mode = _mode(self.written + path)
         if mode:
-            return self.tree + path if stat.S_ISLNK(mode) else ""
+            return self.written + path if stat.S_ISLNK(mode) else ""
         return path if stat.S_ISLNK(_mode(path)) and not self.is_removed(path) else ""
 
     def as_script_sees(self, path: str) -> str:
         """Convert a path in the tree back to the script's own path. Other paths stay as they are."""
-        return (path[len(self.tree) :] or "/") if path.startswith(self.tree) else path
+        return (path[len(self.written) :] or "/") if path.startswith(self.written) else path
 
     def working_folder(self) -> str:
         """The working folder as the script sees it."""
@@ -127,7 +141,7 @@ class Overlay:
 
     def _is_inside_tree(self) -> bool:
         """Whether the working folder is one that the script has created, so that relative paths begin in the tree."""
-        return _REAL["getcwd"]().startswith(self.tree)
+        return _REAL["getcwd"]().startswith(self.written)
 
     def _path_of(self, descriptor: int) -> str:
         if sys.platform == "darwin":
@@ -159,7 +173,7 @@ class Overlay:
         if not path.startswith(self.start_folder + os.sep):
             return False
         top = path[len(self.start_folder) + 1 :].partition(os.sep)[0]
-        return _exists(f"{self.tree}{self.start_folder}{os.sep}{top}")
+        return _exists(f"{self.written}{self.start_folder}{os.sep}{top}")
 
     def is_removed(self, path: str) -> bool:
         """Whether the script has removed this file, or a folder around it."""
@@ -177,20 +191,28 @@ class Overlay:
         _make_folders(folder)
         _REAL["close"](_REAL["open"](f"{folder}/.removed", os.O_CREAT | os.O_WRONLY))
 
+    def _direct_path(self, path: Any, absolute: str, is_through_new_link: bool) -> Any:
+        """Return the path of a file that is not redirected: absolute if a link or folder in the tree leads to it."""
+        if not is_through_new_link and not self._is_inside_tree():
+            return path
+        return os.fsencode(absolute) if isinstance(path, bytes) else absolute
+
     def path_to_read(self, path: Any, dir_fd: int | None = None, *, follows: bool = True) -> Any:
         """The path to read: in the tree if the script has written or removed the file, else the real path."""
-        absolute, is_created = self._resolved(path, dir_fd, follows)
+        absolute, is_through_new_link, is_direct = self._resolved(path, dir_fd, follows)
         if absolute is None:
             return path
+        if is_direct:
+            return self._direct_path(path, absolute, is_through_new_link)
         self.thread_state.is_busy = True
         try:
-            new_path, is_removed = self.tree + absolute, self.is_removed(absolute)
+            new_path, is_removed = self.written + absolute, self.is_removed(absolute)
             if not is_removed and (
                 not _exists(new_path) or (stat.S_ISDIR(_mode(absolute)) and stat.S_ISDIR(_mode(new_path)))
             ):
-                # the real path; listing merges folders that are in both places
-                has_parent = os.pardir in os.fsdecode(path).split(os.sep)  # in x/.. x may be only in the tree
-                if not self._is_inside_tree() and not is_created and not has_parent:
+                # the real path, also of a folder in both places: listdir and scandir merge their entries
+                has_parent = os.pardir in os.fsdecode(path).split(os.sep)  # in `x/..`, x may exist only in the tree
+                if not self._is_inside_tree() and not is_through_new_link and not has_parent:
                     return path
                 new_path = absolute
             return os.fsencode(new_path) if isinstance(path, bytes) else new_path
@@ -199,23 +221,25 @@ class Overlay:
 
     def exists_for_script(self, absolute: str) -> bool:
         """Whether this absolute path exists from the script's point of view."""
-        return _exists(self.tree + absolute) or (_exists(absolute) and not self.is_removed(absolute))
+        return _exists(self.written + absolute) or (_exists(absolute) and not self.is_removed(absolute))
 
     def path_to_write(
         self, path: Any, dir_fd: int | None = None, *, keeps_content: bool = False, follows: bool = True
     ) -> Any:
         """The path to write, in the tree. With `keeps_content`, the old content is copied there first."""
-        absolute, is_created = self._resolved(path, dir_fd, follows)
+        absolute, is_through_new_link, is_direct = self._resolved(path, dir_fd, follows)
         if absolute is None:
             return path
+        if is_direct:
+            return self._direct_path(path, absolute, is_through_new_link)
         self.thread_state.is_busy = True
         try:
-            written_path, parent = self.tree + absolute, os.path.dirname(absolute)
-            is_own = self.is_removed(parent) or _exists(self.tree + parent)
-            if not stat.S_ISDIR(_mode(self.tree + parent if is_own else parent)):
-                return written_path if is_own else path  # opening it raises the expected error
+            written_path, parent = self.written + absolute, os.path.dirname(absolute)
+            is_parent_in_tree = self.is_removed(parent) or _exists(self.written + parent)
+            if not stat.S_ISDIR(_mode(self.written + parent if is_parent_in_tree else parent)):
+                return written_path if is_parent_in_tree else path  # opening it raises the expected error
             if stat.S_ISDIR(_mode(absolute)) and not self.is_removed(absolute):
-                return absolute if is_created else path  # opening it raises the expected error
+                return absolute if is_through_new_link else path  # opening it raises the expected error
             _make_folders(os.path.dirname(written_path))
             if keeps_content and not _exists(written_path) and _exists(absolute) and not self.is_removed(absolute):
                 _copy(absolute, written_path)
@@ -224,16 +248,16 @@ class Overlay:
             self.thread_state.is_busy = False
 
     def folder_to_write(self, path: Any) -> Any:
-        """The folder, in the tree, into which a library writes files by itself."""
+        """Return the folder in the tree for a library that takes a folder and names the files itself."""
         absolute = self.script_path(path)
         if absolute is None or not stat.S_ISDIR(_mode(absolute)) or self.is_removed(absolute):
             return self.path_to_write(path)
-        _make_folders(self.tree + absolute)
-        return os.fsencode(self.tree + absolute) if isinstance(path, bytes) else self.tree + absolute
+        _make_folders(self.written + absolute)
+        return os.fsencode(self.written + absolute) if isinstance(path, bytes) else self.written + absolute
 
     def entries_of(self, absolute: str) -> list[tuple[str, str]]:
         """(name, path) of each entry that the script sees in a folder. Raises OSError if the folder does not exist."""
-        written_path, names = self.tree + absolute, dict[str, str]()
+        written_path, names = self.written + absolute, dict[str, str]()
         is_real = _exists(absolute) and not self.is_removed(absolute)
         if not is_real and not _exists(written_path):
             _REAL["listdir"](written_path)  # raises
@@ -241,7 +265,7 @@ class Overlay:
             for name in _REAL["listdir"](folder):
                 path = os.path.join(folder, name)
                 if name in names and stat.S_ISDIR(_mode(names[name])) and stat.S_ISDIR(_mode(path)):
-                    continue  # in both places: the real folder, as in `path_to_read`, so that both have the same inode
+                    continue  # keep the real folder, as `path_to_read` does: scandir and stat have the same inode
                 if folder == written_path or not self.is_removed(f"{absolute}/{name}"):
                     names[name] = path
         return list(names.items())
@@ -274,7 +298,8 @@ def _mode(path: str) -> int:
 
 def _copy(source: str, target: str) -> None:
     """Copy a file, a link, or a folder with its content."""
-    mode = _REAL["lstat"](source).st_mode
+    status = _REAL["lstat"](source)
+    mode = status.st_mode
     if stat.S_ISLNK(mode):
         _REAL["symlink"](_REAL["readlink"](source), target)
     elif stat.S_ISDIR(mode):
@@ -286,6 +311,7 @@ def _copy(source: str, target: str) -> None:
             while chunk := before.read(1 << 20):
                 after.write(chunk)
         _REAL["chmod"](target, stat.S_IMODE(mode) | stat.S_IWUSR)
+        _REAL["utime"](target, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def install_overlay(folder: str, main: str) -> Overlay:
@@ -300,6 +326,7 @@ def install_overlay(folder: str, main: str) -> Overlay:
     _redirect_folders(overlay)
     _redirect_links(overlay)
     _redirect_attributes(overlay)
+    _redirect_working_folders(overlay)
     _record_commands(overlay)
     return overlay
 
@@ -326,7 +353,9 @@ def _redirect_open(overlay: Overlay) -> None:
         return overlay.path_to_read(file)
 
     def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        return _REAL_OPEN(redirected(file, mode) if isinstance(mode, str) else file, mode, *args, **kwargs)
+        # an opener usually calls os.open, which is redirected, perhaps with a dir_fd
+        is_redirected = isinstance(mode, str) and kwargs.get("opener") is None
+        return _REAL_OPEN(redirected(file, mode) if is_redirected else file, mode, *args, **kwargs)
 
     def os_open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         is_new = flags & os.O_CREAT and flags & os.O_EXCL
@@ -343,7 +372,7 @@ def _redirect_open(overlay: Overlay) -> None:
         """A FileIO that redirects its path, because its constructor opens a file without calling open."""
 
         def __init__(self, file: Any, mode: str = "r", closefd: bool = True, opener: Any = None) -> None:
-            super().__init__(redirected(file, mode), mode, closefd, opener)
+            super().__init__(redirected(file, mode) if opener is None else file, mode, closefd, opener)
 
     functools.update_wrapper(opened, _REAL_OPEN)
     builtins.open = io.open = opened
@@ -473,26 +502,27 @@ def _redirect_listing(overlay: Overlay) -> None:
         if getattr(overlay.thread_state, "is_busy", False):
             return None
         given = overlay._path_of(path) if isinstance(path, int) else os.curdir if path is None else path
-        absolute, is_created = overlay._resolved(given, None, True)
-        if absolute is None or not (is_created or _exists(overlay.tree + absolute) or _exists(overlay.removed)):
+        absolute, is_through_new_link, is_direct = overlay._resolved(given, None, True)
+        if absolute is None or is_direct:
             return None
-        return absolute
+        has_changed = is_through_new_link or _exists(overlay.written + absolute) or _exists(overlay.removed)
+        return absolute if has_changed else None
 
     def listdir(path: Any = None) -> list[Any]:
         absolute = folder_of(path)
         if absolute is None:
-            return _REAL["listdir"](path)
+            return _REAL["listdir"](overlay.path_to_read(path))
         names = [name for name, _ in overlay.entries_of(absolute)]
         return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
 
     def scandir(path: Any = None) -> Any:
         absolute = folder_of(path)
         if absolute is None:
-            return _REAL["scandir"](path)
+            return _REAL["scandir"](overlay.path_to_read(path))
         visible_paths = dict(overlay.entries_of(absolute))
         given = os.curdir if path is None else path
         entries: list[Any] = []
-        for folder in (absolute, overlay.tree + absolute):
+        for folder in (absolute, overlay.written + absolute):
             if not stat.S_ISDIR(_mode(folder)):
                 continue
             with _REAL["scandir"](folder) as real_entries:
@@ -525,9 +555,11 @@ def _making(overlay: Overlay, name: str) -> Callable[..., Any]:
     def made(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
         absolute = overlay.script_path(path, dir_fd, follows=False)
         if absolute is None:
-            return function(path, *args, dir_fd=dir_fd, **kwargs)
+            direct_path = overlay.path_to_read(path, dir_fd, follows=False)
+            return function(direct_path, *args, dir_fd=dir_fd if direct_path is path else None, **kwargs)
         _refuse_existing(overlay, path, dir_fd)
-        if overlay.start_folder + os.sep in overlay.direct_folders and _is_called_by_tempfile():
+        in_temporary_folder = overlay.start_folder + os.sep in overlay.direct_folders
+        if in_temporary_folder and _exists(os.path.dirname(absolute)) and _is_called_by_tempfile():
             # the script was started in /tmp itself, and this is a temporary folder
             overlay.direct_folders += (f"{absolute}{os.sep}",)
             return function(path, *args, **kwargs)
@@ -543,9 +575,10 @@ def _removing(overlay: Overlay, name: str) -> Callable[..., Any]:
     def removed(path: Any, *, dir_fd: int | None = None) -> None:
         absolute = overlay.script_path(path, dir_fd, follows=False)
         if absolute is None:
-            function(path, dir_fd=dir_fd)
+            direct_path = overlay.path_to_read(path, dir_fd, follows=False)
+            function(direct_path, dir_fd=dir_fd if direct_path is path else None)
             return
-        written_path, is_real = overlay.tree + absolute, _exists(absolute) and not overlay.is_removed(absolute)
+        written_path, is_real = overlay.written + absolute, _exists(absolute) and not overlay.is_removed(absolute)
         is_folder = stat.S_ISDIR(_mode(absolute))
         if name == "rmdir" and overlay.exists_for_script(absolute) and os.listdir(absolute):
             raise OSError(errno.ENOTEMPTY, "Directory not empty", os.fsdecode(path))
@@ -566,31 +599,29 @@ def _renaming(overlay: Overlay, name: str) -> Callable[..., Any]:
     function = _REAL[name]
 
     def renamed(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
-        source = overlay.script_path(src, src_dir_fd, follows=False)
-        destination = overlay.script_path(dst, dst_dir_fd, follows=False)
+        src, dst = _with_folder(overlay, src, src_dir_fd), _with_folder(overlay, dst, dst_dir_fd)
+        source = overlay.script_path(src, follows=False)
+        destination = overlay.script_path(dst, follows=False)
+        if source is None:
+            src = overlay.path_to_read(src, follows=False)
+        if destination is None:
+            dst = overlay.path_to_read(dst, follows=False)
         if source is None and destination is None:
-            function(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+            function(src, dst)
             return
         if source is not None and not overlay.exists_for_script(source):
             raise FileNotFoundError(2, "No such file or directory", os.fsdecode(src), None, os.fsdecode(dst))
         if destination is not None and source != destination and overlay.exists_for_script(destination):
-            is_folder = stat.S_ISDIR(os.lstat(src, dir_fd=src_dir_fd).st_mode)
-            replaces_folder = stat.S_ISDIR(os.lstat(destination).st_mode)
-            if replaces_folder and not is_folder:
-                raise IsADirectoryError(21, "Is a directory", os.fsdecode(src), None, os.fsdecode(dst))
-            if is_folder and not replaces_folder:
-                raise NotADirectoryError(20, "Not a directory", os.fsdecode(src), None, os.fsdecode(dst))
-            if replaces_folder:
-                os.rmdir(destination)  # raises unless it is empty
+            _remove_empty_folder(src, dst, destination)
         if source is None:  # from a temporary folder into the project, perhaps on another disk
-            _move(os.fsdecode(src), overlay.path_to_write(dst, dst_dir_fd, follows=False))
+            _move(os.fsdecode(src), overlay.path_to_write(dst, follows=False))
             return
-        written_path = overlay.tree + source
+        written_path = overlay.written + source
         if not _exists(written_path) or stat.S_ISDIR(_mode(written_path)):
             _copy_missing(overlay, source)
         if _exists(source) and not overlay.is_removed(source):
             overlay.mark_removed(source)
-        new_path = overlay.path_to_write(dst, dst_dir_fd, follows=False) if destination is not None else dst
+        new_path = overlay.path_to_write(dst, follows=False) if destination is not None else dst
         if destination is not None and not _exists(new_path):
             function(written_path, new_path)
         else:
@@ -599,13 +630,30 @@ def _renaming(overlay: Overlay, name: str) -> Callable[..., Any]:
     return renamed
 
 
+def _remove_empty_folder(src: Any, dst: Any, destination: str) -> None:
+    """Remove an empty folder that a folder replaces. Raises the errors of the real `rename`, called with `dst`."""
+    is_folder = stat.S_ISDIR(os.lstat(src).st_mode)
+    replaces_folder = stat.S_ISDIR(os.lstat(destination).st_mode)
+    if replaces_folder and not is_folder:
+        raise IsADirectoryError(21, "Is a directory", os.fsdecode(src), None, os.fsdecode(dst))
+    if is_folder and not replaces_folder:
+        raise NotADirectoryError(20, "Not a directory", os.fsdecode(src), None, os.fsdecode(dst))
+    if replaces_folder:
+        os.rmdir(destination)  # raises unless it is empty
+
+
+def _with_folder(overlay: Overlay, path: Any, dir_fd: int | None) -> Any:
+    """The path, joined to the folder of a descriptor if there is one."""
+    return path if dir_fd is None else os.path.join(overlay._path_of(dir_fd), os.fsdecode(path))
+
+
 def _is_called_by_tempfile() -> bool:
     return sys._getframe(2).f_globals.get("__name__") == "tempfile"
 
 
 def _copy_missing(overlay: Overlay, absolute: str) -> None:
     """Copy a file into the tree, or those files of a folder that are not in the tree yet."""
-    written_path = overlay.tree + absolute
+    written_path = overlay.written + absolute
     _make_folders(os.path.dirname(written_path))
     if not _exists(written_path):
         if not stat.S_ISDIR(_mode(absolute)):
@@ -647,17 +695,19 @@ def _redirect_links(overlay: Overlay) -> None:
         dst_dir_fd: int | None = None,
         follow_symlinks: bool = True,
     ) -> None:
-        absolute = overlay.script_path(dst, dst_dir_fd, follows=False)
-        if absolute is None and overlay.script_path(src, src_dir_fd, follows=False) is None:
-            dir_fds = {"src_dir_fd": src_dir_fd, "dst_dir_fd": dst_dir_fd}
-            _REAL["link"](src, dst, **dir_fds, follow_symlinks=follow_symlinks)
-            return
-        _refuse_existing(overlay, dst, dst_dir_fd)
-        if absolute is None and dst_dir_fd is None and _exists(os.fsdecode(dst)):  # outside of the project
+        src, dst = _with_folder(overlay, src, src_dir_fd), _with_folder(overlay, dst, dst_dir_fd)
+        absolute = overlay.script_path(dst, follows=False)
+        if absolute is None:
+            dst = overlay.path_to_read(dst, follows=False)
+            if overlay.script_path(src, follows=False) is None:
+                _REAL["link"](overlay.path_to_read(src, follows=False), dst, follow_symlinks=follow_symlinks)
+                return
+        _refuse_existing(overlay, dst, None)
+        if absolute is None and _exists(os.fsdecode(dst)):  # outside of the project
             raise FileExistsError(17, "File exists", os.fsdecode(src), None, os.fsdecode(dst))
-        redirected_path = os.fsdecode(overlay.path_to_read(src, src_dir_fd, follows=False))
-        new_path = os.fsdecode(overlay.path_to_write(dst, dst_dir_fd, follows=False))
-        if not redirected_path.startswith(overlay.tree) or not new_path.startswith(overlay.tree):
+        redirected_path = os.fsdecode(overlay.path_to_read(src, follows=False))
+        new_path = os.fsdecode(overlay.path_to_write(dst, follows=False))
+        if not redirected_path.startswith(overlay.written) or not new_path.startswith(overlay.written):
             _REAL["lstat"](redirected_path)  # raises if there is no such file
             # a hard link would let the script change the user's file
             _copy(os.path.join(overlay.working_folder(), redirected_path), new_path)
@@ -682,12 +732,12 @@ def _redirect_attributes(overlay: Overlay) -> None:
         def changed(path: Any, *args: Any, **kwargs: Any) -> Any:
             follows = kwargs.get("follow_symlinks", True) and name not in ("lchmod", "lchown")
             absolute = overlay.script_path(path, kwargs.get("dir_fd"), follows=follows)
-            if absolute is None:
-                return function(path, *args, **kwargs)
             redirected_path = overlay.path_to_read(path, kwargs.get("dir_fd"), follows=follows)
             if redirected_path is not path:
                 kwargs.pop("dir_fd", None)
-            is_written = os.fsdecode(redirected_path).startswith(overlay.tree)
+            if absolute is None:
+                return function(redirected_path, *args, **kwargs)
+            is_written = os.fsdecode(redirected_path).startswith(overlay.written)
             # if there is no such file, the function raises as the script expects
             return function(redirected_path, *args, **kwargs) if is_written or not _exists(absolute) else None
 
@@ -703,6 +753,19 @@ def _redirect_attributes(overlay: Overlay) -> None:
     _replace("truncate", truncate)
 
 
+def _redirect_working_folders(overlay: Overlay) -> None:
+    """Start programs in the script's version of their working folder, which may exist only in the tree."""
+    start = subprocess.Popen.__init__
+
+    @functools.wraps(start)
+    def redirected(self: subprocess.Popen[Any], *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("cwd") is not None:
+            kwargs["cwd"] = overlay.path_to_read(kwargs["cwd"])
+        start(self, *args, **kwargs)
+
+    subprocess.Popen.__init__ = redirected  # type: ignore[method-assign]
+
+
 def _record_commands(overlay: Overlay) -> None:
     """Record programs other than Python that the script starts, because their files are not redirected."""
 
@@ -710,6 +773,8 @@ def _record_commands(overlay: Overlay) -> None:
         try:
             if event == "os.system":
                 command = os.fsdecode(arguments[0]).split()
+            elif event in ("os.exec", "os.posix_spawn"):
+                command = [os.fsdecode(arguments[0])]
             elif event == "subprocess.Popen":
                 popen_args = arguments[1]
                 is_list = isinstance(popen_args, list | tuple)

@@ -21,7 +21,7 @@ from torch.utils.data._utils import fetch
 
 from everyrank.audit.watch.source_location import user_line
 from everyrank.rerun.inside.session import Session
-from everyrank.rerun.recording import SHAPES_DIFFER
+from everyrank.rerun.recording import EVALUATION_PASSES, SHAPES_DIFFER
 
 __all__ = [
     "NotMergedError",
@@ -36,7 +36,6 @@ __all__ = [
 
 _MAX_BYTES = 3e8
 _VALUES_DIFFER = "a batch holds a number or text without a batch dimension, and ranks differ in it"
-_EVALUATION_PASSES = 10**6  # number of the first pass without gradients
 _MAX_LISTED = 100_000  # batches of a pass; an endless pass has no last batch
 
 
@@ -80,7 +79,7 @@ def install_batches(session: Session) -> None:
         number = getattr(self, "_everyrank_number", -1)
         trains = torch.is_grad_enabled()
         # evaluations are counted separately, because perhaps only rank 0 evaluates
-        count = passes[number, trains] = passes.get((number, trains), -1 if trains else _EVALUATION_PASSES - 1) + 1
+        count = passes[number, trains] = passes.get((number, trains), -1 if trains else EVALUATION_PASSES - 1) + 1
         session.passes[id(self.dataset)] = session.passes.get(id(self.dataset), -1) + 1
         if session.settings["by_rows"]:
             key = [number, count]
@@ -151,6 +150,7 @@ class _Recorded:
                     session.facts["bytes"] = size
                     session.batches.append((self._key, encode_batch(batch), session.update))
                 except NotMergedError as error:
+                    session.facts.setdefault("update_without_batches", session.update)
                     session.report_not_imposed(str(error))
         return batch
 
