@@ -124,8 +124,8 @@ class Forked:
 class ForkServer:
     """A server that starts with its first request.
 
-    preload   its imports: "all" that tests need, or only "torch", with what an optimizer imports. With "torch", a
-              script has to import the rest itself.
+    preload   its imports: "all" that tests need, "transformers" in addition, or only "torch", with what an optimizer
+              imports. With "torch", a script has to import the rest itself.
     """
 
     def __init__(self, preload: str = "all") -> None:
@@ -243,8 +243,14 @@ def serve(address: str, preload: str) -> None:
     subprocess.Popen = _ForkingPopen  # before the import of torchrun's agent, which keeps a reference to Popen
     importlib.import_module("torch")
     importlib.import_module("torch._dynamo")  # the first optimizer of a process imports it, in more than a CPU second
-    if preload == "all":
+    if preload != "torch":
         _preload()
+    if preload == "transformers":
+        from everyrank import find_workload
+        from everyrank.builtin.causal_lm import FAMILIES
+
+        for family in FAMILIES:
+            find_workload("causal-lm", family=family, num_blocks=1, width=32).model()
     _forget_finalizers()  # torch has finalizers of its libraries, which each process would run at its end
     assert threading.active_count() == 1
     gc.collect()
@@ -288,6 +294,7 @@ def _preload() -> None:
     import torch.distributed.elastic.multiprocessing
     import torch.distributed.fsdp
     import torch.nn.parallel
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     import everyrank.audit.watch.install
     import everyrank.benchmark.rank
@@ -306,6 +313,9 @@ def _preload() -> None:
             if not module.name.endswith((".ray_driver", ".ray_room")):
                 importlib.import_module(module.name)
     assert all([torch, everyrank, zoo])
+    # torchrun names the calling function in each of its records. So it searches all imported modules, which takes
+    # a fifth of a core for each host while they wait for each other.
+    dynamic_rendezvous.get_method_name = lambda depth=2: f"caller {depth}"
 
 
 def _forget_finalizers() -> None:

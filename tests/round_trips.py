@@ -32,6 +32,8 @@ from everyrank.world import World
 from simulated_gpu import simulated_gpus, to_simulated_gpu
 
 FIRST_SAVE, SECOND_SAVE, END_STEP = 1, 2, 3  # the steps of the two checkpoints, and the number of updates
+# The files of both checkpoints are compared bit by bit, so that resuming a few of them is enough.
+RESUMED = ("zero1", "local_sgd", "fsdp:tensor=2", "pipeline:replicate=2,tensor=2", "ddp:expert=2")
 NOT_TESTED = {"horovod": "Horovod starts its own ranks; its training state is that of ddp"}
 
 
@@ -252,13 +254,12 @@ def compare_checkpoints(folder: Path) -> int:
 
 
 def round_trip(ranks: Any, size: int, layout: str, folder: Path, mistake: str = "") -> None:
-    """Save twice during a training, compare the checkpoints, and resume on one rank, and on up to four ranks."""
+    """Save twice during a training and compare the checkpoints. Resume the layouts in `RESUMED`."""
     rank_results = ranks(size, save_while_training, layout, folder, mistake)
     assert all(training_continued for _, _, training_continued in rank_results)
     num_bytes = compare_checkpoints(folder)
     assert all(waits == ["synchronize"] * 2 for _, waits, _ in rank_results), "one wait for each save, not each tensor"
     assert sum(copied_bytes for copied_bytes, _, _ in rank_results) == num_bytes, "only one rank copies each shard"
-    saved_by = layout, size
-    if size <= 4:  # the files have been compared; eight ranks would load the same again, in half of the time of a test
-        assert ranks(size, resume_both, layout, saved_by, folder) == [[]] * size
-    assert ranks(1, resume_both, "single", saved_by, folder) == [[]]
+    if layout in RESUMED and size == 4:
+        assert ranks(4, resume_both, layout, (layout, 4), folder) == [[]] * 4
+        assert ranks(1, resume_both, "single", (layout, 4), folder) == [[]]

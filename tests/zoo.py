@@ -155,9 +155,9 @@ def decoder(num_blocks: int = 4, tied: bool = True, heads: int = 4) -> Decoder:
     return Decoder(DecoderShape(num_blocks, heads, width=16, hidden=24, vocabulary=12, tied=tied))
 
 
-def decoder_with_dropout() -> Decoder:
+def decoder_with_dropout(num_blocks: int = 4) -> Decoder:
     """Return a decoder with dropout."""
-    return Decoder(DecoderShape(4, 4, width=16, hidden=24, vocabulary=12, tied=True, dropout=0.1))
+    return Decoder(DecoderShape(num_blocks, 4, width=16, hidden=24, vocabulary=12, tied=True, dropout=0.1))
 
 
 class DropoutSwiGLU(nn.Module):

@@ -64,7 +64,7 @@ def decoder_results() -> dict[str, tuple[list[float], dict[str, Tensor]]]:
 LAYOUT_CHANGES = [
     (("fsdp:tensor=2", 4), [("pipeline:shard=2", 4), ("ddp", 2), ("single", 1)]),
     (("pipeline:schedule=interleaved", 2), [("ddp", 2), ("tensor", 2), ("pipeline:schedule=zero-bubble", 4)]),
-    (("context", 2), [("fsdp:tensor=2", 4), ("pipeline:tensor=2", 4)]),
+    (("context", 2), [("pipeline:tensor=2", 4)]),
     (("pipeline:shard=2", 4), [("fsdp:replicate=2", 4), ("fsdp:context=2", 2)]),
     (("single", 1), [("pipeline:tensor=2,schedule=gpipe", 4), ("fsdp:tensor=2,sequence=true", 4)]),
 ]

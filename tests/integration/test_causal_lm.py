@@ -6,6 +6,7 @@ import importlib.util
 import re
 import socket
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,8 +22,10 @@ from everyrank.loop import open_data
 from everyrank.parity import check_layout, parity_case
 from everyrank.record import Parity
 from everyrank.world import World
+from forkserver import ForkServer
 from integration.conftest import skip_without
 from parity.test_equal import in_float64
+from processes import Pool
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -37,6 +40,23 @@ SMALL: dict[str, Any] = {
     "pad_token_id": None,
 }
 LAYERS = "model.model.layers.*"
+
+
+@pytest.fixture(scope="session")
+def _server() -> Iterator[ForkServer]:
+    """Yield a fork server that has imported transformers. Otherwise each rank would take seconds to import it."""
+    server = ForkServer("transformers")
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[dict[int, Pool]]:
+    """Yield the pools of ranks that this server has forked."""
+    pools: dict[int, Pool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
 
 
 @pytest.fixture

@@ -62,7 +62,10 @@ def test_low_precision_of_shards_is_equal(ranks: Any) -> None:
 
 
 @pytest.mark.timeout(450)
-def test_compiled_tensor_layout_is_equal(ranks: Any) -> None:
-    """torch.compile supports split matrices. One block is enough, because all compile in the same way."""
-    layouts, model = ["tensor:compile,precision=float64"], functools.partial(zoo.decoder, num_blocks=1)
+def test_compiled_tensor_layout_with_dropout_is_equal(ranks: Any) -> None:
+    """torch.compile supports split matrices, and the dropout masks are those of a graph that is not compiled.
+
+    One block is enough, because all compile in the same way.
+    """
+    layouts, model = ["tensor:compile,precision=float64"], functools.partial(zoo.decoder_with_dropout, num_blocks=1)
     assert_equal(layouts, parities(ranks, 2, "decoder", "sgd", layouts, **COMPILED, model=model))

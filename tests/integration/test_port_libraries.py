@@ -78,7 +78,8 @@ def gpt(
 
 @pytest.mark.parametrize("style", STYLES)
 def test_ports_are_equal(tmp_path: Path, target: str, style: str) -> None:
-    best = ported(tmp_path, STYLES[style], target).best
+    ranks = (2, 3) if style == "functions" else (2,)  # three ranks have uneven batches
+    best = ported(tmp_path, STYLES[style], target, ranks).best
     assert best.is_equal, [comparison.difference for comparison in best.comparisons]
     assert not best.differing_lines
     assert not best.doubts

@@ -122,12 +122,6 @@ def test_dropout_under_custom_parallelize_is_equal(ranks: Any, tmp_path: Path) -
     assert_quickly_equal(ranks, 2, "frozen", layouts, model=zoo.DropoutModel, blocks="blocks")
 
 
-def test_compiled_dropout_is_equal(ranks: Any) -> None:
-    """The masks are the same inside of a compiled graph. A ragged batch would be compiled again."""
-    layouts = ["ddp:compile"]
-    assert_quickly_equal(ranks, 2, "frozen", layouts, model=zoo.DropoutModel, blocks="blocks", steps=2, epochs=None)
-
-
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_convnet_dropout_is_equal(ranks: Any, norm: str) -> None:
     """The convnet drops whole channels and single elements. Batch norm is over all ranks."""
