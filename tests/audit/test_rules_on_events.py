@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -239,6 +240,27 @@ def test_skipped_batches_are_named_at_the_training_loader() -> None:
     assert [(finding.rule, finding.location) for finding in findings] == [("data.skipped", "/train.py:7")]
 
 
+def test_batches_that_the_script_divides_are_compared_by_pass() -> None:
+    """All ranks read the same batches. Before that, rank 0 evaluates the training loader."""
+
+    def events(rank: int) -> list[Event]:
+        all_events: list[Event] = []
+        kinds = ["train", "train"] if rank else ["eval", "train", "train"]
+        for epoch, kind in enumerate(kinds):
+            all_events.append(event(LoaderEpoch, loader=1, epoch=epoch))
+            order = "evaluation" if kind == "eval" else len(kinds) - epoch
+            for number in (1, 2, 3):
+                rows = [f"{order} {number}"]
+                all_events.append(event(LoaderBatch, loader=1, epoch=epoch, number=number, row_checksums=rows))
+                if kind == "eval":
+                    all_events.append(event(Forward))
+                elif number % 2 == rank:
+                    all_events += [event(Forward, is_grad=True, is_training=True), event(Backward)]
+        return all_events
+
+    assert found(check_batches, events(0), events(1)) == {}
+
+
 def step(**values: Any) -> OptimizerStep:
     """Return an optimizer step."""
     return event(OptimizerStep, **{"loss_scale": 1.0, **values})
@@ -410,3 +432,24 @@ def test_equal_dropout_is_found_before_a_second_forward_without_dropout() -> Non
         event(ForwardEnd),
     ]
     assert "random.dropout" in found(check_randomness, events, events)
+
+
+def test_evaluation_of_the_training_loader_by_rank_0_is_no_overlap() -> None:
+    """Rank 0 reads the loader once more than rank 1, before the training, so its epochs have other numbers."""
+    orders = [random.Random(epoch).sample(range(64), 64) for epoch in range(3)]
+
+    def passes(rank: int, num_evaluations: int) -> list[Event]:
+        events: list[Event] = []
+        for epoch in range(num_evaluations + 2):
+            is_evaluation = epoch < num_evaluations
+            own = orders[2] if is_evaluation else orders[epoch - num_evaluations][rank::2]
+            fields = {"indices": own, "num_indices": len(own), "sizes": [4], "length": 64, "samples": own}
+            rows = {"row_checksums": [str(index) for index in own[:4]], "num_samples": 4}
+            forward = event(Forward, is_grad=not is_evaluation, is_training=not is_evaluation, **rows)
+            step = [forward] if is_evaluation else [forward, event(Backward)]
+            events += [event(LoaderEpoch, loader=1, epoch=epoch, sampler="DistributedSampler", **fields)]
+            events += [event(LoaderBatch, loader=1, epoch=epoch, number=1), *step]
+        return events
+
+    assert found(check_data, passes(0, 1), passes(1, 0)) == {}
+    assert "data.same" in found(check_data, passes(0, 1), passes(0, 0))

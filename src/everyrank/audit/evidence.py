@@ -156,6 +156,19 @@ class Evidence:
         """The epochs of all loaders of a rank."""
         return {(event.loader, event.epoch): event for event in self.of(rank, LoaderEpoch)}
 
+    def pass_numbers(self, rank: int) -> dict[EpochKey, int]:
+        """The number of each pass over a loader, without passes in which the rank only evaluates.
+
+        It is the same on all ranks. The number of an epoch is not if only rank 0 evaluates the training loader.
+        """
+        numbers: dict[EpochKey, int] = {}
+        counts: dict[int, int] = defaultdict(int)
+        for key in self.loaders(rank):
+            if self.epochs[rank].get(key) != "eval":
+                numbers[key] = counts[key[0]]
+                counts[key[0]] += 1
+        return numbers
+
     @functools.cached_property
     def training_forwards(self) -> dict[int, dict[tuple[int, int], Forward]]:
         """The first forward in train mode of each update and backward, by rank."""

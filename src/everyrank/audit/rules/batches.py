@@ -46,16 +46,18 @@ def check_batches(evidence: Evidence, findings: Findings) -> None:
 
 
 def _training_batches(evidence: Evidence, rank: int) -> dict[tuple[int, int], tuple[list[str], bool]]:
-    """The batches of the first training loader, by epoch and number: their samples, and whether a forward followed.
+    """The batches of the first training loader, by pass and number: their samples, and whether a forward followed.
 
     The audit shortens epochs, so that one epoch may have too few batches.
     """
     batches: dict[tuple[int, int], tuple[list[str], bool]] = {}
     first_epoch, key = _first_training_epoch(evidence, rank), (0, 0)
+    pass_numbers, kinds = evidence.pass_numbers(rank), evidence.epochs[rank]
     for event in evidence.events[rank]:
         if isinstance(event, LoaderBatch):
-            is_of_loader = first_epoch is not None and event.loader == first_epoch[0]
-            key = (event.epoch, event.number if is_of_loader and not event.is_after_skip else 0)
+            epoch = (event.loader, event.epoch)
+            is_trained = first_epoch is not None and event.loader == first_epoch[0] and kinds[epoch] != "eval"
+            key = (pass_numbers.get(epoch, event.epoch), event.number if is_trained and not event.is_after_skip else 0)
             if key[1]:
                 batches[key] = event.row_checksums, False
         elif isinstance(event, Forward) and event.is_grad and key in batches:

@@ -22,11 +22,15 @@ def check_data(evidence: Evidence, findings: Findings) -> None:
     """Compare the loaders and samplers of the ranks, then the rows that reach the model from any source."""
     ranks = evidence.ranks
     epochs_by_loader: dict[int, list[LoaderEpoch]] = defaultdict(list)
-    loaders_by_rank = {rank: evidence.loaders(rank) for rank in ranks}
-    trained_epochs = [key for key, kind in evidence.epochs[ranks[0]].items() if kind == "train"]
-    for key in trained_epochs:
-        if all(key in loaders_by_rank[rank] for rank in ranks):
-            loaders = {rank: loaders_by_rank[rank][key] for rank in ranks}
+    passes_by_rank: dict[int, dict[tuple[int, int], LoaderEpoch]] = {}
+    for rank in ranks:
+        events, numbers = evidence.loaders(rank), evidence.pass_numbers(rank)
+        passes_by_rank[rank] = {(key[0], number): events[key] for key, number in numbers.items()}
+    kinds = evidence.epochs[ranks[0]]
+    trained = [key for key, each in passes_by_rank[ranks[0]].items() if kinds.get((each.loader, each.epoch)) == "train"]
+    for key in trained:
+        if all(key in passes_by_rank[rank] for rank in ranks):
+            loaders = {rank: passes_by_rank[rank][key] for rank in ranks}
             is_common_dataset = _check_dataset(evidence, loaders, findings)
             if loaders[ranks[0]].indices:
                 if is_common_dataset:
@@ -35,7 +39,7 @@ def check_data(evidence: Evidence, findings: Findings) -> None:
             _check_lost_sampler(loaders[ranks[0]], findings)
     for epochs in epochs_by_loader.values():
         _check_epochs(evidence, epochs, findings)
-    if not trained_epochs:
+    if not trained:
         findings.add_unchecked(
             "samplers: the script trains without a DataLoader; the rows that reach the model are compared"
         )
