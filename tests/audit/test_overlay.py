@@ -252,6 +252,7 @@ FILE_OPERATIONS = {
         made = tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         Path(made, "x").write_text("x"); os.symlink(made, "data")
         assert Path("data/x").read_text() == "x" and os.listdir("data") == ["x"] and os.path.exists("data/x")
+        assert [entry.path for entry in os.scandir("data")] == ["data/x"]
         os.makedirs("data/a/b"); os.replace("data/x", "data/y"); assert Path(made, "y").read_text() == "x"
         os.link("data/y", "data/z"); os.utime("data/z", (5, 5)); assert os.stat(f"{made}/y").st_mtime == 5
         os.remove("data/y"); assert sorted(os.listdir(made)) == ["a", "z"]
@@ -267,6 +268,7 @@ FILE_OPERATIONS = {
     """,
     "empty path": """
         os.makedirs("run"); os.chdir("run"); assert not os.path.exists("") and not os.path.isdir("")
+        os.mkdir("__pycache__"); assert os.path.isdir("__pycache__")
         for function in (os.remove, os.rmdir, os.makedirs, os.listdir, open):
             try: function(""); raise SystemExit(f"{function} takes the empty path")
             except FileNotFoundError: pass
@@ -282,6 +284,8 @@ FILE_OPERATIONS = {
         os.makedirs("out/deep"); code = "open('x', 'w').close()"
         subprocess.run([sys.executable, "-c", code], cwd="out", check=True); assert Path("out/x").exists()
         subprocess.run(["/bin/true"], cwd=Path("out/deep"), check=True)
+        os.waitpid(os.posix_spawn("/bin/false", ["false"], os.environ), 0)
+        assert sys.modules["everyrank.audit.watch.overlay"]._installed[0].commands == {"true", "false"}
     """,
     "time of a renamed file": """
         before = os.stat("kept.txt").st_mtime_ns; os.rename("kept.txt", "moved.txt")

@@ -452,4 +452,29 @@ def test_evaluation_of_the_training_loader_by_rank_0_is_no_overlap() -> None:
         return events
 
     assert found(check_data, passes(0, 1), passes(1, 0)) == {}
+    look = [event(LoaderEpoch, loader=1, epoch=0), event(LoaderBatch, loader=1, epoch=0, number=1)]
+    after_look = [
+        dataclasses.replace(each, epoch=each.epoch + 1) if isinstance(each, LoaderEpoch | LoaderBatch) else each
+        for each in passes(0, 0)
+    ]
+    assert found(check_data, [*look, *after_look], passes(1, 0)) == {}  # rank 0 looks at one batch, for example
     assert "data.same" in found(check_data, passes(0, 1), passes(0, 0))
+
+
+def test_evaluation_of_the_training_loader_by_rank_0_has_no_shards() -> None:
+    """Rank 1 trains in the epoch of the same number. Then both ranks validate, and add up their results."""
+    orders = [random.Random(epoch).sample(range(64), 64) for epoch in range(2)]
+
+    def read(rank: int, epoch: int, order: list[int], *steps: Event) -> list[Event]:
+        fields = {"sampler": "DistributedSampler", "batch_sampler": "BatchSampler", "length": 64, "sizes": [4]}
+        indices = order[rank::2]
+        first = event(LoaderEpoch, loader=1, epoch=epoch, indices=indices, num_indices=len(indices), **fields)
+        return [first, event(LoaderBatch, loader=1, epoch=epoch, number=1), *steps]
+
+    training = [event(Forward, is_grad=True, is_training=True), event(Backward)]
+    ranks = [
+        [*read(0, 0, orders[0], *training), *read(0, 1, orders[0], *no_grad_forward("/train.py:9", is_training=False))],
+        [*read(1, 0, orders[0], *training), *read(1, 1, orders[1], *training)],
+    ]
+    ranks = [[*events, *evaluated_epoch(range(rank, 40, 2), GATHER)] for rank, events in enumerate(ranks)]
+    assert found(check_evaluation, *ranks) == {}

@@ -10,7 +10,7 @@ import pytest
 from everyrank.layout import STRATEGIES, parse_layout
 from round_trips import MISTAKES, NOT_TESTED, meshes, round_trip
 
-# what four ranks cannot have: three axes, and an axis of four next to one of two. Four ranks have each pair of axes.
+# Four ranks cannot have three axes, or an axis of four next to one of two. They cover each pair of axes.
 EIGHT = ["fsdp:replicate=2,context=2,tensor=2", "pipeline:replicate=2,shard=2,tensor=2", "fsdp:tensor=2"]
 
 
@@ -20,7 +20,7 @@ EIGHT = ["fsdp:replicate=2,context=2,tensor=2", "pipeline:replicate=2,shard=2,te
 def test_asynchronous_checkpoint_is_bitwise_equal_under_each_mesh(
     ranks: Any, tmp_path: Path, size: int, layout: str
 ) -> None:
-    """Two checkpoints that are saved during training equal synchronous ones. So do states that are resumed."""
+    """Two checkpoints that are saved during training equal synchronous ones. Layouts in `RESUMED` are also resumed."""
     round_trip(ranks, size, layout, tmp_path)
 
 

@@ -113,23 +113,40 @@ def test_samples_of_single_numbers_are_compared_after_resume() -> None:
 
 
 def test_batches_of_a_validation_are_not_compared() -> None:
-    """The uninterrupted run validates after the update that saves. One of the passes is over the training loader."""
+    """The uninterrupted run validates after the update that saves: with gradients, and on the training loader."""
     facts = {"training_loaders": [0], "loads": ["train.py:3"]}
     uninterrupted, findings = recording(UNINTERRUPTED, 0, facts), Findings()
-    validation = [([7, EVALUATION_PASSES], torch.zeros(3, 2), 1), ([0, EVALUATION_PASSES], torch.ones(3, 2), 1)]
+    validation = [([7, 0], torch.zeros(3, 2), 1)] * 2 + [([0, EVALUATION_PASSES], torch.ones(3, 2), 1)]
     uninterrupted.batches[1:1] = validation
     judge_updates_after_resume(uninterrupted, recording(UNINTERRUPTED[1:], 1, facts), 1, "train.py:12", findings)
     assert findings == []
 
 
+def test_each_of_two_zipped_loaders_is_compared() -> None:
+    """`zip(labeled, unlabeled)` trains on both, and a backward follows only the batches of the second."""
+    runs = [recording(UNINTERRUPTED, 0), recording([update(1.0, 0.1, 2.0, 3.0)], 1)]
+    for run, first_sample in zip(runs, (0, 7), strict=True):
+        run.facts.update(training_loaders=[0], loads=["train.py:3"])
+        labeled = [
+            ([5, 0], torch.full((1, 2), float(first_sample + index)), index) for index in range(len(run.updates))
+        ]
+        run.batches[:] = [batch for pair in zip(labeled, run.batches, strict=True) for batch in pair]
+    findings = Findings()
+    judge_updates_after_resume(runs[0], runs[1], 1, "train.py:12", findings)
+    assert "different samples are read" in findings[0].text
+
+
 def test_samples_are_not_compared_if_a_batch_is_not_recorded() -> None:
-    """Of an update with two batches, the uninterrupted run has recorded only the first."""
+    """An update reads two batches, and the uninterrupted run has recorded only the first."""
     facts = {"loads": ["train.py:3"]}
     uninterrupted = recording(UNINTERRUPTED, 0, {"update_without_batches": 1})
     resumed, findings = recording(UNINTERRUPTED[1:], 1, facts), Findings()
     resumed.batches.insert(1, ([0, 0], torch.full((1, 2), 9.0), 0))
     judge_updates_after_resume(uninterrupted, resumed, 1, "train.py:12", findings)
     assert findings == []
+    resumed = recording([update(1.0, 0.1, 2.0, 3.0)], 1, facts)
+    judge_updates_after_resume(uninterrupted, resumed, 1, "train.py:12", findings)
+    assert "samples are not recorded" in findings[0].text
 
 
 def test_learning_rate_of_the_group_that_differs_is_shown() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 
@@ -157,14 +157,18 @@ class Evidence:
         return {(event.loader, event.epoch): event for event in self.of(rank, LoaderEpoch)}
 
     def pass_numbers(self, rank: int) -> dict[EpochKey, int]:
-        """The number of each pass over a loader, without passes in which the rank only evaluates.
+        """The number of each pass over a loader, without passes in which the rank evaluates or looks at one batch.
 
-        It is the same on all ranks. The number of an epoch is not if only rank 0 evaluates the training loader.
+        All ranks give a training pass the same number. Their epoch numbers differ if only rank 0 evaluates the training
+        loader.
         """
+        num_read = Counter((event.loader, event.epoch) for event in self.of(rank, LoaderBatch))
         numbers: dict[EpochKey, int] = {}
         counts: dict[int, int] = defaultdict(int)
-        for key in self.loaders(rank):
-            if self.epochs[rank].get(key) != "eval":
+        for key, epoch in self.loaders(rank).items():
+            kind = self.epochs[rank].get(key)
+            is_look = not kind and num_read[key] == 1 and epoch.num_batches != 1  # for example, to print shapes
+            if kind != "eval" and not is_look:
                 numbers[key] = counts[key[0]]
                 counts[key[0]] += 1
         return numbers

@@ -28,8 +28,8 @@ from everyrank.world import World
 __all__ = ["measure_kernels", "split_matmul_time", "time_call"]
 
 _BLOCK_SECONDS = 0.02
-_ROWS = 8  # of the left matrix of a thin product
-_MIN_SECONDS = 1e-8  # of the bytes of a matrix
+_ROWS = 8  # rows of the left matrix in a thin product
+_MIN_SECONDS = 1e-8  # shortest time to read and write a matrix
 _POOL_BYTES = 2**27  # larger than the last-level cache of most servers
 _GPU_POOL_BYTES = 2**30
 _CPU_BYTES = (2**8, 2**12, 2**15, 2**17, 2**19, 2**21, 2**24)

@@ -68,10 +68,14 @@ def _in_block(plan: Plan, guard: ast.If, statements: list[ast.stmt], model: str)
 def _has_other_step(plan: Plan, guard: ast.If) -> bool:
     """Whether the script also updates outside `guard`, for example after the loop with the last micro-batches.
 
-    This update would use gradients that are not averaged. It is often not among the traced updates, so the calls are
+    This update would use gradients that are not averaged. It is often not among the traced updates, so calls are also
     compared by their text.
     """
     inside = list(ast.walk(guard))
+    steps = [(fact.details["id"], plan.source.at(fact.span) in inside) for fact in plan.of("step")]
+    ids = {optimizer for optimizer, is_inside in steps if is_inside}
+    if any(optimizer in ids and not is_inside for optimizer, is_inside in steps):
+        return True
     optimizers = {name for node in inside for name in _updated_by(plan, node)}
     return any(
         not optimizers.isdisjoint(_updated_by(plan, node)) for node in ast.walk(plan.source.tree) if node not in inside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import shlex
 from collections.abc import Sequence
@@ -178,6 +179,11 @@ def _first_difference(
     if expected_batches and resumed_batches and expected_batches != resumed_batches[-len(expected_batches) :]:
         return "different samples are read: the position or the order of the data is not resumed"
     name = _differing(expected.gradients, resumed_update.gradients)
+    if name and not (expected_batches and resumed_batches):
+        return (
+            f"the gradient of {name} differs although the weights are equal. The samples are not recorded: the order "
+            "of the data, random numbers, or a state of the model is not resumed"
+        )
     if name:
         return (
             f"the gradient of {name} differs although weights and samples are equal: random numbers, such as dropout "
@@ -205,16 +211,28 @@ def _differing(values: dict[str, Any], others: dict[str, Any]) -> str:
 
 
 def _checksums_of_batches(rank: RankRecording, update: int) -> list[list[int]]:
-    """Return checksums of the samples of each training batch of an update, or of its tensors if they are scalars.
+    """Return checksums of the samples of each training batch of an update, or of its tensors if samples are numbers.
 
     Empty if not all batches up to this update are recorded, for example because they are too large.
     """
     if update >= rank.facts.get("update_without_batches", math.inf):
         return []
-    training_loaders = rank.facts.get("training_loaders")
     batches = [
         batch
         for (loader, number), batch, before in rank.batches
-        if before == update and number < EVALUATION_PASSES and (training_loaders is None or loader in training_loaders)
+        if before == update and number < EVALUATION_PASSES and not _only_validates(rank, loader)
     ]
     return [samples_of_batch(batch) or checksums_of_tensors(batch) for batch in batches]
+
+
+def _only_validates(rank: RankRecording, loader: int) -> bool:
+    """Whether no backward follows a loader's batches, and two are read without a batch of a training loader between.
+
+    With `zip(labeled, unlabeled)`, only the loader of the last batch before a backward is in "training_loaders".
+    """
+    training_loaders = rank.facts.get("training_loaders")
+    if training_loaders is None or loader in training_loaders:
+        return False
+    loaders = [number for (number, count), _, _ in rank.batches if count < EVALUATION_PASSES]
+    order = [number for number in loaders if number == loader or number in training_loaders]
+    return any(first == second == loader for first, second in itertools.pairwise(order))

@@ -25,7 +25,8 @@ _ROUNDING = {
 }  # largest relative difference that rounding causes in the first losses
 _GROWTH = 10.0  # rounding differences may grow by this factor in one step; chosen, not measured
 _MAX_DIFFERENCE = 0.05  # relative; above it, rounding cannot be distinguished from seeds
-_MAX_FACTOR_ERROR = 0.25  # largest error of a factor between losses; with more, any is near a whole number
+# largest relative error of the factor between two losses; with a larger error, every factor is near a whole number
+_MAX_FACTOR_ERROR = 0.25
 _PARTS = 4  # parts of the curve, each compared by a t-test
 _LEVEL = 0.05
 
@@ -165,7 +166,8 @@ def _compare_single_runs(
         return CurveComparison("equal", f"all {len(steps)} losses are the same, digit by digit")
     assumptions = (
         f"rounding in {precision} (--precision) changes the first losses by at most {_ROUNDING[precision]:.0e} of "
-        f"their value, and this difference grows by at most a factor of {_GROWTH:g} in a step",
+        "their value",
+        f"rounding differences grow by at most a factor of {_GROWTH:g} in a step",
     )
     first_step = steps[0]
     if abs(differences[first_step]) > tolerances[first_step]:

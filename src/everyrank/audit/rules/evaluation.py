@@ -67,7 +67,8 @@ def check_evaluation(evidence: Evidence, findings: Findings) -> None:
         for key in evaluation_epochs:
             loaders = {rank: evidence.loaders(rank).get(key) for rank in evidence.ranks}
             known_loaders = {rank: loader for rank, loader in loaders.items() if loader is not None and loader.indices}
-            if len(known_loaders) == len(loaders):
+            is_training = any(evidence.epochs[rank].get(key) == "train" for rank in evidence.ranks)
+            if len(known_loaders) == len(loaders) and not is_training:
                 _check_shards(evidence, key, known_loaders, findings)
     _check_means(evidence, findings)
 

@@ -50,7 +50,7 @@ class Overlay:
         self.audit_folder = os.path.realpath(folder)
         self.folder = f"{self.audit_folder}/files"
         self.written, self.removed = f"{self.folder}/written", f"{self.folder}/removed"
-        self.start_folder = os.path.realpath(os.getcwd())
+        self.start_folder = self.as_script_sees(os.path.realpath(os.getcwd()))  # a program may start in a new folder
         main_folder = os.path.dirname(main)
         self.main_folder = os.path.realpath(main_folder) if main_folder else ""
         self.thread_state = (
@@ -75,7 +75,7 @@ class Overlay:
         return None if is_direct else absolute
 
     def _resolved(self, path: Any, dir_fd: int | None, follows: bool) -> tuple[str | None, bool, bool]:
-        """Return the absolute path, whether it is through a new link, and whether it is direct.
+        """Return the absolute path, whether a new link leads to it, and whether it is direct.
 
         A new link is a symlink that the script has created. A direct path is not redirected (`_is_direct`). The path is
         None for descriptors, system folders and the empty path, for which the real function raises an error.
@@ -85,7 +85,7 @@ class Overlay:
         self.thread_state.is_busy = True
         try:
             name = os.fsdecode(path)
-            if not name:  # not the working folder
+            if not name:  # the empty path is an error, not the working folder
                 return None, False, False
             if dir_fd is not None and not os.path.isabs(name):
                 name = os.path.join(self._path_of(dir_fd), name)
@@ -122,7 +122,7 @@ class Overlay:
         return resolved or os.sep, is_through_new_link
 
     def _link_at(self, path: str) -> str:
-        """Return where the symlink is that the script sees at `path`: in the tree, or at `path` itself.
+        """Return the location of the symlink at `path` in the script's view: in the tree, or `path` itself.
 
         "" if there is no symlink.
         """
@@ -155,7 +155,7 @@ class Overlay:
 
         The folder of the script and the folder where it was started are redirected even inside temporary folders.
         """
-        if "__pycache__" in path:
+        if "__pycache__" in path and not _exists(self.written + path.partition("/__pycache__")[0]):
             return True
         if (path + os.sep).startswith(self.audit_folder + os.sep):
             return True
@@ -193,7 +193,8 @@ class Overlay:
 
     def _direct_path(self, path: Any, absolute: str, is_through_new_link: bool) -> Any:
         """Return the path of a file that is not redirected: absolute if a link or folder in the tree leads to it."""
-        if not is_through_new_link and not self._is_inside_tree():
+        has_parent = os.pardir in os.fsdecode(path).split(os.sep)  # in `x/..`, x may exist only in the tree
+        if not is_through_new_link and not self._is_inside_tree() and not has_parent:
             return path
         return os.fsencode(absolute) if isinstance(path, bytes) else absolute
 
@@ -354,7 +355,8 @@ def _redirect_open(overlay: Overlay) -> None:
 
     def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         # an opener usually calls os.open, which is redirected, perhaps with a dir_fd
-        is_redirected = isinstance(mode, str) and kwargs.get("opener") is None
+        opener = kwargs.get("opener", args[5] if len(args) > 5 else None)
+        is_redirected = isinstance(mode, str) and opener is None
         return _REAL_OPEN(redirected(file, mode) if is_redirected else file, mode, *args, **kwargs)
 
     def os_open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
@@ -496,6 +498,14 @@ class _Entries:
         self._entries = iter(())
 
 
+def _entries_behind_link(path: Any, real_path: Any) -> _Entries:
+    """Return the entries of a folder that is not redirected, with the paths that the script expects from `path`."""
+    with _REAL["scandir"](real_path) as entries:
+        return _Entries(
+            iter([_Entry(entry, os.path.join(path, entry.name), os.fsdecode(entry.path)) for entry in entries])
+        )
+
+
 def _redirect_listing(overlay: Overlay) -> None:
     def folder_of(path: Any) -> str | None:
         """The absolute path of a folder if the script may see other entries than the real ones; None otherwise."""
@@ -518,7 +528,8 @@ def _redirect_listing(overlay: Overlay) -> None:
     def scandir(path: Any = None) -> Any:
         absolute = folder_of(path)
         if absolute is None:
-            return _REAL["scandir"](overlay.path_to_read(path))
+            real_path = overlay.path_to_read(path)
+            return _REAL["scandir"](path) if real_path is path else _entries_behind_link(path, real_path)
         visible_paths = dict(overlay.entries_of(absolute))
         given = os.curdir if path is None else path
         entries: list[Any] = []
@@ -631,7 +642,7 @@ def _renaming(overlay: Overlay, name: str) -> Callable[..., Any]:
 
 
 def _remove_empty_folder(src: Any, dst: Any, destination: str) -> None:
-    """Remove an empty folder that a folder replaces. Raises the errors of the real `rename`, called with `dst`."""
+    """Remove `destination` if it is an empty folder. Raises the errors of the real `rename` of `src` to `dst`."""
     is_folder = stat.S_ISDIR(os.lstat(src).st_mode)
     replaces_folder = stat.S_ISDIR(os.lstat(destination).st_mode)
     if replaces_folder and not is_folder:
@@ -644,7 +655,10 @@ def _remove_empty_folder(src: Any, dst: Any, destination: str) -> None:
 
 def _with_folder(overlay: Overlay, path: Any, dir_fd: int | None) -> Any:
     """The path, joined to the folder of a descriptor if there is one."""
-    return path if dir_fd is None else os.path.join(overlay._path_of(dir_fd), os.fsdecode(path))
+    if dir_fd is None:
+        return path
+    _REAL["fstat"](dir_fd)  # raises the expected error for a closed descriptor
+    return os.path.join(overlay._path_of(dir_fd), os.fsdecode(path))
 
 
 def _is_called_by_tempfile() -> bool:
@@ -759,6 +773,8 @@ def _redirect_working_folders(overlay: Overlay) -> None:
 
     @functools.wraps(start)
     def redirected(self: subprocess.Popen[Any], *args: Any, **kwargs: Any) -> None:
+        if len(args) > 9:  # `cwd` is the tenth argument
+            args = (*args[:9], overlay.path_to_read(args[9]), *args[10:])
         if kwargs.get("cwd") is not None:
             kwargs["cwd"] = overlay.path_to_read(kwargs["cwd"])
         start(self, *args, **kwargs)
@@ -773,8 +789,9 @@ def _record_commands(overlay: Overlay) -> None:
         try:
             if event == "os.system":
                 command = os.fsdecode(arguments[0]).split()
-            elif event in ("os.exec", "os.posix_spawn"):
-                command = [os.fsdecode(arguments[0])]
+            elif event == "os.posix_spawn":  # also by subprocess; a program that os.exec starts ends this record
+                command = [os.fsdecode(arguments[0]), *map(os.fsdecode, arguments[1][1:])]
+                command = command[2].split() if command[:2] == ["/bin/sh", "-c"] and len(command) > 2 else command
             elif event == "subprocess.Popen":
                 popen_args = arguments[1]
                 is_list = isinstance(popen_args, list | tuple)

@@ -150,7 +150,8 @@ class _Recorded:
                     session.facts["bytes"] = size
                     session.batches.append((self._key, encode_batch(batch), session.update))
                 except NotMergedError as error:
-                    session.facts.setdefault("update_without_batches", session.update)
+                    if self._key[1] < EVALUATION_PASSES:
+                        session.facts.setdefault("update_without_batches", session.update)
                     session.report_not_imposed(str(error))
         return batch
 
