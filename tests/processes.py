@@ -276,7 +276,7 @@ class RunningCommand:
         self.process: Any = None
         self.streams = [(folder.parent / f"{folder.name}-{self.mark}.{name}") for name in ("out", "err")]
 
-    def end(self, timeout: float = 120.0) -> EndedCommand:
+    def end(self, timeout: float = 200.0) -> EndedCommand:
         """Wait until the process ends. Return its status, stdout and stderr."""
         return EndedCommand(self.process.wait(timeout), *self.output_so_far())
 
@@ -284,7 +284,7 @@ class RunningCommand:
         """Return stdout and stderr so far."""
         return self.streams[0].read_text(errors="replace"), self.streams[1].read_text(errors="replace")
 
-    def wait_for(self, condition: Callable[[], Any], seconds: float = 120.0) -> Any:
+    def wait_for(self, condition: Callable[[], Any], seconds: float = 200.0) -> Any:
         """Wait until the condition holds, and return its value.
 
         Fails if the process has ended or `seconds` have passed.

@@ -75,7 +75,7 @@ def fork_server_command(python: ForkServer) -> list[str]:
 def run_job(folder: Path, command: list[str], **variables: str) -> Record:
     """Run a command that starts the job, and return the job's Record."""
     completed = subprocess.run(
-        command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True, timeout=200, check=False
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return read_records(folder / "r.json")[0]
@@ -290,7 +290,7 @@ def test_several_hosts_give_equal_losses(
         for index in range(num_hosts)
     ]
     for process in started:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=200)
         assert process.returncode == 0, out + err
         assert err == ""
     record = read_records(tmp_path / "r.json")[0]

@@ -456,7 +456,7 @@ def run_commands(folder: Path, commands: str, status: int = 0, **variables: str)
         start_new_session=True,
     )
     try:
-        out, err = shell.communicate(commands, timeout=120)  # returns when background processes have ended too
+        out, err = shell.communicate(commands, timeout=200)  # returns when background processes have ended too
     except BaseException:
         os.killpg(shell.pid, signal.SIGKILL)  # ends all processes of the shell too
         shell.wait()
