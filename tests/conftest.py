@@ -17,7 +17,7 @@ import everyrank.audit.start
 import everyrank.rerun.host
 from everyrank.launch.monitor import ProcessMonitor, _child_environment
 from forkserver import ForkServer
-from processes import Cli, Pool
+from processes import Cli, Pool, open_pools
 
 os.environ.pop(
     "PYTEST_ADDOPTS", None
@@ -49,10 +49,8 @@ def _server() -> Iterator[ForkServer]:
 @pytest.fixture(scope="session")
 def _pools() -> Iterator[dict[int, Pool]]:
     """Yield the pools of ranks by their number of ranks."""
-    pools: dict[int, Pool] = {}
-    yield pools
-    for pool in pools.values():
-        pool.close()
+    with open_pools() as pools:
+        yield pools
 
 
 @pytest.fixture

@@ -160,6 +160,15 @@ class Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def open_pools() -> Iterator[dict[int, Pool]]:
+    """Yield a dict for pools by their number of ranks, and close them at the end."""
+    pools: dict[int, Pool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
 def connect_to_pool(folder: str) -> None:
     """Connect to the pool, and serve its calls. This runs in a rank that mpirun has started."""
     rank_info = LAUNCHER.rank_info(os.environ)

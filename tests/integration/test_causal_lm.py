@@ -25,7 +25,7 @@ from everyrank.world import World
 from forkserver import ForkServer
 from integration.conftest import skip_without
 from parity.test_equal import in_float64
-from processes import Pool
+from processes import Pool, open_pools
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -53,10 +53,8 @@ def _server() -> Iterator[ForkServer]:
 @pytest.fixture(scope="session")
 def _pools() -> Iterator[dict[int, Pool]]:
     """Yield the pools of ranks that this server has forked."""
-    pools: dict[int, Pool] = {}
-    yield pools
-    for pool in pools.values():
-        pool.close()
+    with open_pools() as pools:
+        yield pools
 
 
 @pytest.fixture
