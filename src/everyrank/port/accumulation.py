@@ -71,7 +71,7 @@ def _has_other_step(plan: Plan, guard: ast.If) -> bool:
     This update would use gradients that are not averaged. It is often not among the traced updates, so calls are also
     compared by their text.
     """
-    inside = list(ast.walk(guard))
+    inside = set(ast.walk(guard))
     steps = [(fact.details["id"], plan.source.at(fact.span) in inside) for fact in plan.of("step")]
     ids = {optimizer for optimizer, is_inside in steps if is_inside}
     if any(optimizer in ids and not is_inside for optimizer, is_inside in steps):

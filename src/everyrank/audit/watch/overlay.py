@@ -53,9 +53,8 @@ class Overlay:
         self.start_folder = self.as_script_sees(os.path.realpath(os.getcwd()))  # a program may start in a new folder
         main_folder = os.path.dirname(main)
         self.main_folder = os.path.realpath(main_folder) if main_folder else ""
-        self.thread_state = (
-            threading.local()
-        )  # is_busy: this thread is inside the overlay, whose own calls are not redirected
+        # is_busy: this thread is inside the overlay, whose own calls are not redirected
+        self.thread_state = threading.local()
         direct_folders = [*temporary, "/tmp", "/var/tmp", "/dev", "/proc", "/sys", os.path.expanduser("~/.cache")]
         direct_folders += [
             os.environ[name] for name in ("TORCH_HOME", "HF_HOME", "XDG_CACHE_HOME") if os.environ.get(name)
@@ -782,6 +781,11 @@ def _redirect_working_folders(overlay: Overlay) -> None:
     subprocess.Popen.__init__ = redirected  # type: ignore[method-assign]
 
 
+def _without_shell(command: list[str]) -> list[str]:
+    """Return the command that a shell runs, or another command as it is."""
+    return command[2].split() if command[:2] == ["/bin/sh", "-c"] and len(command) > 2 else command
+
+
 def _record_commands(overlay: Overlay) -> None:
     """Record programs other than Python that the script starts, because their files are not redirected."""
 
@@ -790,13 +794,12 @@ def _record_commands(overlay: Overlay) -> None:
             if event == "os.system":
                 command = os.fsdecode(arguments[0]).split()
             elif event == "os.posix_spawn":  # also by subprocess; a program that os.exec starts ends this record
-                command = [os.fsdecode(arguments[0]), *map(os.fsdecode, arguments[1][1:])]
-                command = command[2].split() if command[:2] == ["/bin/sh", "-c"] and len(command) > 2 else command
+                command = _without_shell([os.fsdecode(arguments[0]), *map(os.fsdecode, arguments[1][1:])])
             elif event == "subprocess.Popen":
                 popen_args = arguments[1]
                 is_list = isinstance(popen_args, list | tuple)
-                command = [os.fsdecode(argument) for argument in popen_args] if is_list else str(popen_args).split()
-                command = command[2].split() if command[:2] == ["/bin/sh", "-c"] and len(command) > 2 else command
+                words = [os.fsdecode(argument) for argument in popen_args] if is_list else str(popen_args).split()
+                command = _without_shell(words)
             else:
                 return
             program = os.path.basename(command[0]) if command else ""
