@@ -209,10 +209,11 @@ def verify(
     if isinstance(changes.get("reference"), Layout):
         changes["reference"] = str(changes["reference"])
     launch, options = _launch_of(launch, layouts), _completed(VerifyOptions, options or VerifyOptions(), changes)
+    reference = parse_layout(options.reference) if options.reference is not None else None
     for layout in layouts if options.explicit else ():
         layout.mesh(launch.processes)
-        if options.reference is not None:
-            check_reference(layout, parse_layout(options.reference), launch.processes)
+        if reference is not None:
+            check_reference(layout, reference, launch.processes)
     results = run_ranks(launch, "everyrank.parity.rank:verify_rank", _sent(workload), list(layouts), launch, options)
     return _require_any_supported(results.get(0) or [])
 

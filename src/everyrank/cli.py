@@ -119,7 +119,7 @@ def _write_traceback(error: BaseException) -> Path | None:
 
 def _dry_run_or_submit(parsed: argparse.Namespace) -> int | None:
     try:
-        return dry_run_or_submit(parsed)
+        return dry_run_or_submit(parsed, parsed.run)
     except UsageError as error:
         if is_reporting_rank():
             raise

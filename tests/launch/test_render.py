@@ -98,7 +98,7 @@ DRY_RUNS: dict[str, tuple[str, dict[str, str]]] = {
     "torchrun_c10d": ("--launcher torchrun --processes 4 --rendezvous-kind c10d " + TWO_NODES_ARGS, {}),
     "torchrun_elastic": (
         "--launcher torchrun --processes 4 --rendezvous-kind c10d --nodes 1:2 --rendezvous n0:29500 --restarts 3 "
-        "--launcher-args '--log-dir \"my logs\"'",
+        "--launcher-args '--log-dir \"my logs\"' --out o",
         {},
     ),
     "srun": ("--launcher slurm", ALLOCATION),
@@ -115,7 +115,7 @@ DRY_RUNS: dict[str, tuple[str, dict[str, str]]] = {
     "ray_elastic": ("--launcher ray --processes 4 --min-processes 2 --restarts 1 --device cpu --out o", {}),
     "ray_cluster": ("--launcher ray --processes 2 --device cuda --address 10.0.0.1:6379", {}),
     "sbatch": ("--launcher slurm --processes 4 --nodes 2", {}),
-    "sbatch_elastic": ("--launcher slurm --processes 8 --nodes 2:4 --requeue", {}),
+    "sbatch_elastic": ("--launcher slurm --processes 8 --nodes 2:4 --requeue --out o", {}),
     "sbatch_per_node": ("--launcher slurm --processes 8 --nodes 2 --per-node torchrun", {}),
 }
 
@@ -285,6 +285,7 @@ def test_batch_script_quotes_odd_names(
     """
     folder = tmp_path / ODD_FOLDER
     folder.mkdir()
+    (folder / ODD_WORKLOAD).write_text("workload = None\n")
     python = write_script(tmp_path / "an `interpreter`" / "python 3", 'printf \'%s\\0\' "$PWD" "${FROM_PROLOGUE}" "$@"')
     prologue = tmp_path / "my $(touch pwned)\nprologue"
     prologue.write_text("# loads what is needed\nexport FROM_PROLOGUE='from the prologue'\n")

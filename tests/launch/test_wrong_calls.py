@@ -14,7 +14,8 @@ from everyrank.launch import host_info
 from launching import SLURM_JOB, TRAIN_DDP
 from processes import Cli
 
-SLURM = TRAIN_DDP + "--launcher slurm --processes 2 --dry-run "
+ON_SLURM = " --launcher slurm --processes 2 --dry-run "
+SLURM = TRAIN_DDP + ON_SLURM
 
 RAY = TRAIN_DDP + "--launcher ray "
 ELASTIC = TRAIN_DDP + "--launcher torchrun --rendezvous-kind c10d --rendezvous 127.0.0.1:29500 --restarts 3 "
@@ -116,6 +117,24 @@ WRONG_CALLS = [
     (SLURM + "--sbatch =x", ["--sbatch", "partition=gpu"]),
     (SLURM + "--sbatch 'comment=a\n#SBATCH --uid=0'", ["--sbatch comment=", "one line"]),
     (SLURM + "--sbatch 'comment\nrm=x'", ["--sbatch comment"]),
+    # mistakes that have nothing to do with the launch: a job would report them when it starts
+    ("train digitz" + ON_SLURM, ["did you mean digits"]),
+    ("train missing.py" + ON_SLURM, ["missing.py", "no file"]),
+    ("train digits --layout ddp:tensor=3" + ON_SLURM, ["tensor=3", "2 processes"]),
+    ("train digits --epochs 1 --steps 3" + ON_SLURM, ["--epochs 1 --steps 3"]),
+    ("train digits --save-every -3" + ON_SLURM, ["--save-every -3"]),
+    ("train digits --batch 0" + ON_SLURM, ["--batch 0"]),
+    ("train digits --lr-rule linear" + ON_SLURM, ["--lr-rule linear", "--batch"]),
+    ("train digits --resume missing" + ON_SLURM, ["missing"]),
+    ("train digits --json /dev/null/x" + ON_SLURM, ["/dev/null/x"]),
+    ("verify digits --layout ddpp" + ON_SLURM, ["did you mean ddp"]),
+    ("verify digits --reference ddpp" + ON_SLURM, ["did you mean ddp"]),
+    ("verify digits --between HEAD HEAD" + ON_SLURM, ["--between"]),
+    ("bench digits --trials 0" + ON_SLURM, ["--trials 0"]),
+    ("predict digits --out x.npy" + ON_SLURM, ["--resume", "--pretrained"]),
+    ("comm --op all_reduces" + ON_SLURM, ["--op all_reduces"]),
+    ("comm --group-size 3" + ON_SLURM, ["--group-size 3"]),
+    ("chaos digits --layout ddp --fault none" + ON_SLURM, ["--fault none"]),
 ]
 
 
@@ -128,6 +147,26 @@ def test_invalid_arguments_are_refused(run_main: Any, command_text: str, fragmen
     assert (result.status, result.out) == (2, ""), result
     for fragment in fragments:
         assert fragment in result.line
+
+
+@pytest.mark.parametrize(
+    "command_text",
+    [
+        "train digits --layout ddp --out new/run --json more/x.json --download",
+        "train digits --layout ddp --out new/run --resume",
+        "bench digits --processes 1 4 --html more/x.html",
+        "comm --json more/x.json",
+    ],
+)
+def test_dry_run_checks_the_call_and_leaves_nothing(
+    run_main: Any, command_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the commands are printed. No folder is created, and no data are downloaded."""
+    monkeypatch.chdir(tmp_path)
+    result = run_main(command_text + " --dry-run")
+    assert result.status == 0, result.line
+    assert len(result.out.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
 
 
 MISSING_LAUNCHERS = {

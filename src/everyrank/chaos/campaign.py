@@ -24,7 +24,7 @@ from everyrank.chaos.faults import FAULTS, OWN_DISK, TWO_HOSTS, Fault, select_fa
 from everyrank.chaos.trainer_run import TrainCall, TrainerRun, run_trainer, why_no_disk
 from everyrank.chaos.two_hosts import NUM_HOSTS, RENDEZVOUS, why_no_link
 from everyrank.errors import CannotRunError, EveryrankError, UsageError
-from everyrank.launch import Launch
+from everyrank.launch import Launch, stop_before_ranks
 from everyrank.layout import Layout
 from everyrank.options import ChaosOptions
 from everyrank.record import Parity, Record, read_records
@@ -84,6 +84,7 @@ def run_campaign(
         raise CannotRunError("chaos reads /proc to find the processes that a fault leaves; run it on Linux")
     for layout in layouts:
         layout.check_processes(launch.processes)
+    stop_before_ranks()
     records: list[Record] = []
     folder = Path(tempfile.mkdtemp(prefix="everyrank-chaos-"))
     try:

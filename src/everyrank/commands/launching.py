@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from everyrank.api import check_fewer_ranks
 from everyrank.commands.arguments import add_options, options_of
 from everyrank.errors import UsageError
 from everyrank.launch import (
@@ -25,6 +26,7 @@ from everyrank.launch import (
     launchers,
     num_accelerators,
     rank_info_from_environment,
+    stopping_before_ranks,
 )
 from everyrank.launch.environments import is_rank_0_of_all
 from everyrank.launch.job import BACKEND_NAMES
@@ -161,8 +163,13 @@ def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout
 
 def quiet_launch_of(args: argparse.Namespace, layout: Layout | None = None) -> Launch:
     """Return the `Launch` of this host, or of the first, without printing the commands for other hosts."""
-    quiet = argparse.Namespace(**{**vars(args), "dry_run": True, "node_rank": args.node_rank or 0})
-    return launch_of(quiet, layout=layout)
+    return launch_of(_quiet(args), layout=layout)
+
+
+def _quiet(args: argparse.Namespace) -> argparse.Namespace:
+    """Return a copy of the arguments for a call that only checks them: no commands for other hosts, no downloads."""
+    changes = {"dry_run": True, "download": False, "node_rank": args.node_rank or 0}
+    return argparse.Namespace(**{**vars(args), **changes})
 
 
 def _launcher_options(args: argparse.Namespace, launcher: Launcher, min_nodes: int | None) -> LauncherOptions:
@@ -304,8 +311,11 @@ def _backend(args: argparse.Namespace) -> str | None:
     return next((name for name in ("mpi", "shm") if name in backends), backends[0] if backends else None)
 
 
-def dry_run_or_submit(args: argparse.Namespace) -> int | None:
+def dry_run_or_submit(args: argparse.Namespace, run: Callable[[argparse.Namespace], int] | None = None) -> int | None:
     """Print the commands (--dry-run) or submit a batch job, and return the exit status; None if ranks start here.
+
+    Before that, `run`, the command, is called up to where it would start ranks. So a mistake in its other arguments is
+    reported now, and not by a job that has waited in a queue.
 
     Raises `UsageError` for arguments that cannot start in this environment. All ranks of an external launcher raise
     the same error, so only one of them should print it (`is_reporting_rank`).
@@ -323,6 +333,9 @@ def dry_run_or_submit(args: argparse.Namespace) -> int | None:
         if info.rank == 0:
             print(f"nothing to start: {info.started_by} has already started {info.size} ranks")
         return 0
+    if run is not None and (args.dry_run or is_submitted):
+        with stopping_before_ranks(), contextlib.redirect_stdout(io.StringIO()):
+            run(_quiet(args))
     if args.dry_run and args.node_rank is None and launcher.launch_per_node:
         _print_for_each_host(args, launcher, layout)
         return 0
@@ -332,7 +345,7 @@ def dry_run_or_submit(args: argparse.Namespace) -> int | None:
         return None
     launch = launch_of(args, layout=layout)
     if isinstance(launcher, BatchLauncher) and is_submitted:
-        return _submit(args, launch, launcher, layout)
+        return _submit(args, launch, launcher)
     print(_commands_text(launch))
     return 0
 
@@ -346,7 +359,7 @@ def _print_for_each_host(args: argparse.Namespace, launcher: Launcher, layout: L
         print(f"# on host {args.node_rank}\n" * (nodes > 1) + _commands_text(launch_of(args, layout=layout)))
 
 
-def _submit(args: argparse.Namespace, launch: Launch, launcher: BatchLauncher, layout: Layout | None) -> int:
+def _submit(args: argparse.Namespace, launch: Launch, launcher: BatchLauncher) -> int:
     """Submit the command to the batch queue, or print the script (--dry-run)."""
     folder = Path.cwd()
     job = args.command.stem if hasattr(args, "command") else Path(args.workload.partition(":")[0]).stem
@@ -359,8 +372,6 @@ def _submit(args: argparse.Namespace, launch: Launch, launcher: BatchLauncher, l
     if args.dry_run:
         print(f"{script}\n# in the allocation:\n{_commands_text(launch)}")
         return 0
-    if layout is not None and getattr(args, "evaluate", None) is False:
-        check_fewer_ranks(layout, launch, args.out)
     path = folder / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sbatch"
     number, output = launcher.submit(script, path)
     print(f"submitted job {number}: {path}; its output: {folder / output}")

@@ -14,6 +14,7 @@ from typing import Any
 from everyrank.commands.arguments import add_options, options_of
 from everyrank.commands.launching import add_launching
 from everyrank.errors import CHECK_FAILED, CannotRunError, UnsupportedLayoutError, UsageError, printable
+from everyrank.launch import starts_no_ranks
 from everyrank.layout import STRATEGIES, Layout, parse_layout
 from everyrank.record import Record, write_records, write_text
 from everyrank.workload import LR_RULES, Source, check_place, parse_settings
@@ -212,6 +213,7 @@ def check_writable(path: Path | None) -> None:
         target = Path(os.path.realpath(path))
         if path.is_symlink() and not target.parent.is_dir():
             raise UsageError(f"{path}: a link to {target}, whose folder does not exist; give another path")
+        new_folders = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_fifo():  # opening a FIFO would block until it has a reader
             return
@@ -221,6 +223,8 @@ def check_writable(path: Path | None) -> None:
             pass
         if probe != path:
             probe.unlink(missing_ok=True)
+        for folder in new_folders if starts_no_ranks() else ():
+            folder.rmdir()
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror}); give another path") from error
 

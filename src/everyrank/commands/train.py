@@ -113,6 +113,8 @@ def run(args: argparse.Namespace) -> int:
         except UsageError as error:
             if args.out is None and resume is None and out is not None and error.log is None and not _has_trained(out):
                 shutil.rmtree(out, ignore_errors=True)  # the user did not name this folder
+                with contextlib.suppress(OSError):  # it has other runs
+                    out.parent.rmdir()
             raise
     if records:
         _write(records, args, out)

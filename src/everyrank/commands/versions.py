@@ -16,6 +16,7 @@ from typing import Any
 from everyrank.commands.arguments import options_of
 from everyrank.commands.shared import check_writable, say, source_of
 from everyrank.errors import CHECK_FAILED, CannotRunError, EveryrankError, UsageError, printable
+from everyrank.launch import stop_before_ranks
 from everyrank.options import VerifyOptions
 from everyrank.record import write_text
 
@@ -108,6 +109,7 @@ def _traces_of_commits(args: argparse.Namespace) -> list[dict[str, Any]]:
         _git(repository, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}", commit_name=name)
         for name in args.between
     ]
+    stop_before_ranks()
     traces: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="everyrank-versions-") as folder:
         for index, (name, commit) in enumerate(zip(args.between, commits, strict=True)):

@@ -42,7 +42,7 @@ from everyrank.launch.environments import rank_info_from_environment, threads_as
 from everyrank.launch.host_info import CPU_PROCESSES, cgroup_quota, host_memory_bytes, num_accelerators, num_cores
 from everyrank.launch.job import Launch
 from everyrank.launch.launcher import LAUNCHERS, Launcher, find_launcher, launchers
-from everyrank.launch.processes import run_ranks
+from everyrank.launch.processes import run_ranks, starts_no_ranks, stop_before_ranks, stopping_before_ranks
 from everyrank.launch.rank_info import RankInfo
 from everyrank.launch.signals import Stop, catch_signals
 
@@ -62,5 +62,8 @@ __all__ = [
     "num_cores",
     "rank_info_from_environment",
     "run_ranks",
+    "starts_no_ranks",
+    "stop_before_ranks",
+    "stopping_before_ranks",
     "threads_asked",
 ]

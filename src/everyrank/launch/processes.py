@@ -7,6 +7,7 @@ returned through files in a folder that only this user can open.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import os
@@ -51,9 +52,40 @@ from everyrank.launch.signals import Stop
 if TYPE_CHECKING:
     from everyrank.launch.zygote import Zygote
 
-__all__ = ["run_ranks"]
+__all__ = ["run_ranks", "starts_no_ranks", "stop_before_ranks", "stopping_before_ranks"]
 
 _FILES_PER_RANK, _FILES_PER_WORKER = 32, 4  # with fewer open files, a rank and its loader workers deadlock
+_STARTS_NO_RANKS = contextvars.ContextVar("_STARTS_NO_RANKS", default=False)
+
+
+class _StoppedBeforeRanksError(BaseException):
+    """Ends the body of `stopping_before_ranks`. It is no `Exception`, because that may be handled as a failed run."""
+
+
+@contextlib.contextmanager
+def stopping_before_ranks() -> Generator[None]:
+    """End the body of `with`, without an error, where it would start ranks. So a call is checked without any rank.
+
+    Raises the errors of the body.
+    """
+    token = _STARTS_NO_RANKS.set(True)
+    try:
+        yield
+    except _StoppedBeforeRanksError:
+        pass
+    finally:
+        _STARTS_NO_RANKS.reset(token)
+
+
+def starts_no_ranks() -> bool:
+    """Whether the current call is only checked, by `stopping_before_ranks`."""
+    return _STARTS_NO_RANKS.get()
+
+
+def stop_before_ranks() -> None:
+    """End a call that is only checked. `run_ranks` does this, and other functions that would start ranks."""
+    if starts_no_ranks():
+        raise _StoppedBeforeRanksError
 
 
 def run_ranks(
@@ -88,6 +120,7 @@ def run_ranks(
         info = dataclasses.replace(info, keep=keep)
         local_arguments = (*arguments, stop) if stop is not None else arguments
         return {info.rank: _call_here(info, named_function(function), local_arguments)}
+    stop_before_ranks()
     _check(launch)
     with _folders(launch, kept) as (directory, logs):
         # The module of a function that is given by its name. The ranks import all other modules themselves.

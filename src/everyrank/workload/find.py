@@ -71,10 +71,6 @@ def load(workload_or_source: Source | Workload) -> Workload:
     requested = {"batch": source.batch, "epochs": source.epochs, "steps": source.steps}
     # a workload function that takes these arguments may build its schedule from them
     settings = {name: value for name, value in requested.items() if value is not None and name in parameters}
-    if source.batch is not None and source.batch < 1:
-        raise UsageError(f"--batch {source.batch}: give at least 1 sample")
-    if source.batch is None and source.lr_rule != "none":
-        raise UsageError(f"--lr-rule {source.lr_rule}: the rule scales the learning rate with --batch N; add --batch N")
     workload = _build(dataclasses.replace(source, settings={**source.settings, **settings}))
     if source.batch is not None:
         old_batch = workload.global_batch

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from everyrank.errors import WorkloadError
+from everyrank.errors import UsageError, WorkloadError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,6 +25,8 @@ class Source:
     overrides the global batch, and `lr_rule` sets how the learning rate follows it (`batch.LR_RULES`). `epochs` or
     `steps` override the length. `saved` are settings of the resumed checkpoint, used where `settings` does not override
     them.
+
+    Raises `UsageError` for a batch without samples, and for a rule without a batch.
     """
 
     place: str
@@ -34,6 +36,14 @@ class Source:
     epochs: int | None = None
     steps: int | None = None
     saved: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        if self.batch is not None and self.batch < 1:
+            raise UsageError(f"--batch {self.batch}: give at least 1 sample")
+        if self.batch is None and self.lr_rule != "none":
+            raise UsageError(
+                f"--lr-rule {self.lr_rule}: the rule scales the learning rate with --batch N; add --batch N"
+            )
 
 
 @dataclass(frozen=True)
