@@ -53,13 +53,14 @@ def test_lines_are_split_at_any_line_ending(tmp_path: Path) -> None:
 def test_blank_lines_byte_order_marks_and_hidden_files_are_skipped(tmp_path: Path) -> None:
     """A file or folder whose name begins with a dot is not read."""
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf"eins"\n  \n\t\r\n"zwei"')
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf\r\n"drei"')
     for hidden in (".git/b.jsonl", ".ipynb_checkpoints/a.jsonl", ".c.jsonl"):
         (tmp_path / hidden).parent.mkdir(exist_ok=True)
         (tmp_path / hidden).write_text('"no"\n')
     (tmp_path / "d.txt").write_bytes(b"\xef\xbb\xbferste\n")
     assert TextLines([tmp_path / "d.txt"], identity)[0] == "erste"
     values = TextLines(files_in(tmp_path, [".jsonl"]), identity)
-    assert [values[index] for index in range(len(values))] == ['"eins"', '"zwei"']
+    assert [values[index] for index in range(len(values))] == ['"eins"', '"zwei"', '"drei"']
 
 
 def test_lines_may_cross_read_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

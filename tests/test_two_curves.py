@@ -102,7 +102,7 @@ def test_rounded_losses_and_different_steps(capsys: pytest.CaptureFixture[str], 
     assert result == "equal"
     assert "the 20 steps that all" in out
     jumping = write_csv(tmp_path / "d.csv", [value + 0.5 * (index > 30) for index, value in enumerate(values)])
-    assert "agree before step 31" in compare_curves(capsys, before, jumping)[2]
+    assert "jumps at step 31" in compare_curves(capsys, before, jumping)[2]
     nan = write_csv(tmp_path / "e.csv", [math.nan if index > 7 else value for index, value in enumerate(values)])
     assert "first at step 8" in compare_curves(capsys, before, nan)[2]
 
@@ -119,6 +119,11 @@ def test_records_are_compared_by_layout(capsys: pytest.CaptureFixture[str], tmp_
     assert (ddp, fsdp) == ("mine · ddp · 2 ranks", "mine · fsdp · 2 ranks")
     assert result.startswith("equal: all 3 losses")
     assert "B is 0.5 times A" in out
+    write_records([record("ddp", [2.0, 1.0, 0.5]), record("zero1", [2.0, 1.0, 0.5])], tmp_path / "c.json")
+    status, _, out = compare_curves(capsys, tmp_path / "a.json", tmp_path / "c.json")
+    assert status == 0
+    assert out.splitlines()[0] == "mine · ddp · 2 ranks"
+    assert out.endswith("not compared: mine · fsdp · 2 ranks (only in A), mine · zero1 · 2 ranks (only in B)\n")
 
 
 def test_tensorboard_logs_are_compared(

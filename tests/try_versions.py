@@ -1,4 +1,4 @@
-"""Test the built wheel under each supported Python and torch. `make test-versions` runs this script.
+"""Test the built wheel under several supported versions of Python and torch. `make test-versions` runs this script.
 
 For each pair it creates a virtual environment under .versions/. It installs the wheel with the extra `html` and the
 dependencies of the tests, and runs some of the tests. A pair that this machine cannot install is reported as

@@ -422,6 +422,7 @@ CORRECT_VARIANTS = [
             ("totals[1] / 23", ""),
             ("(totals[0] / 2).exp() / (totals[0] / 2).exp()", ""),
             ("totals[1] / totals[2] * (totals[2] / 23)", ""),
+            ("totals[1] / totals[2] * (totals[2].item() / 23)", ""),
             ("totals[0] / (totals[0] * 0.5 + rank)", ""),
             ("totals[1] / totals[2]", ", dist.ReduceOp.MAX"),
         )

@@ -287,6 +287,30 @@ FILE_OPERATIONS = {
         os.waitpid(os.posix_spawn("/bin/false", ["false"], os.environ), 0)
         assert sys.modules["everyrank.audit.watch.overlay"]._installed[0].commands == {"true", "false"}
     """,
+    "programs of a shell": """
+        import subprocess
+        command = f"A=1 {sys.executable} -c 'print(1); exit()' && cd folder && B=2 ls | sort"
+        subprocess.run(command, shell=True, check=True)
+        os.system("cd folder; nohup uname > /dev/null 2>&1"); subprocess.run(["bash", "-c", "export A=1\\nwhoami"])
+        assert sys.modules["everyrank.audit.watch.overlay"]._installed[0].commands == {"ls", "sort", "uname", "whoami"}
+    """,
+    "deleted working folder": """
+        import tempfile
+        kept = os.path.abspath("kept.txt")
+        with tempfile.TemporaryDirectory() as made: os.chdir(made)
+        open(kept, "w").write("x"); assert Path(kept).read_text() == "x"
+        os.remove(kept); assert not os.path.exists(kept)
+    """,
+    "folder opened for writing from a new folder": """
+        os.mkdir("new"); os.chdir("new")
+        try: open("../folder", "w"); raise SystemExit("it is a folder")
+        except IsADirectoryError: assert Path("../folder/inner.txt").exists()
+    """,
+    "mode and time of a descriptor": """
+        with open("kept.txt") as kept, open("new.txt", "w") as new:
+            for file in (kept, new): os.utime(file.fileno(), (5, 5)); os.fchmod(file.fileno(), 0o600)
+        assert os.stat("new.txt").st_mtime == 5 and os.stat("new.txt").st_mode & 0o777 == 0o600
+    """,
     "time of a renamed file": """
         before = os.stat("kept.txt").st_mtime_ns; os.rename("kept.txt", "moved.txt")
         assert os.stat("moved.txt").st_mtime_ns == before
@@ -430,6 +454,8 @@ def test_folder_created_in_the_temporary_directory_is_redirected(tmp_path: Path)
         "import os, tempfile\nos.makedirs('out/deep')\nopen('out/deep/new.txt', 'w').write('new')\n"
         "assert open('out/deep/new.txt').read() == 'new' and os.listdir('out') == ['deep']\n"
         "assert os.path.isdir(tempfile.mkdtemp(dir='out/deep'))\n"
+        "open('new.txt', 'w').close(); os.remove('kept.txt')\n"
+        "assert 'new.txt' in os.listdir('.') and 'kept.txt' not in os.listdir('.')\n"
         "open(os.path.join(tempfile.mkdtemp(), 'a.txt'), 'w').write('a')\nprint('done')\n"
     )
     environment = {

@@ -155,6 +155,27 @@ def test_port_to_accelerate() -> None:
         ((("if i % 2:", "if (n := n + 1) % 2:"),), ""),
         ((("if i % 2:", "if flags[-1]:"), ("        loss = ", "        flags.append(i % 2)\n        loss = ")), ""),
         ((("if i % 2:", "if len(losses) % 2:"), ("        loss = ", "        losses.append(i)\n        loss = ")), ""),
+        # a method or function of the script changes a name of the condition; `self.norm` is no method of the script
+        (
+            (
+                ("if i % 2:", "if self.seen % 2:"),
+                ("        loss = ", "        self.note(x)\n        loss = "),
+                ("def count(", "def note(self, x):\n    self.seen += 1\n\n\ndef count("),
+            ),
+            "",
+        ),
+        (
+            (
+                ("if i % 2:", "if seen % 2:"),
+                ("        loss = ", "        note(x)\n        loss = "),
+                ("def count(", "def note(x):\n    global seen\n    seen += 1\n\n\ndef count("),
+            ),
+            "",
+        ),
+        (
+            (("if i % 2:", "if i % self.every:"), ("        loss = ", "        self.norm(x)\n        loss = ")),
+            "i % self.every",
+        ),
         ((("if i % 2:", "if (i + 1) % 2 == 0 or i + 1 == len(loader):"),), "(i + 1) % 2 == 0 or i + 1 == len(loader)"),
     ],
 )

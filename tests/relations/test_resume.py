@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,6 +166,25 @@ def test_resume_arguments_are_split_like_in_a_shell() -> None:
         resume_command("--resume 'x")
     with pytest.raises(UsageError, match=r"--stop-with .*close the quote"):
         resume_command("--resume x", "--epochs 'y")
+
+
+@pytest.mark.parametrize("argument", ["--resume best_model.pt", "--resume=out/best_model.pt"])
+def test_only_saves_of_the_named_file_are_resumed(argument: str) -> None:
+    """The name of another file, model.pt, is a part of the name best_model.pt."""
+    saves = [("out/model.pt", 1, "train.py:12"), ("out/best_model.pt", 2, "train.py:13")]
+    all_updates, calls = [*UNINTERRUPTED, update(3.0, 0.05, 4.0)], list[int]()
+
+    def run(_: int, updates: int, **__: object) -> SimpleNamespace:
+        facts = {"saved_after": [save for save in saves if save[1] < updates], "loads": ["train.py:3"]}
+        calls.append(updates)
+        updates_of_rank = all_updates[:updates] if len(calls) < 3 else [update(0.5, 0.05, 2.0)]
+        return SimpleNamespace(failure="", ranks=[recording(updates_of_rank, 2 * (len(calls) == 3), facts)])
+
+    findings = Findings()
+    fake_host: Any = SimpleNamespace(run=run)
+    judge_resume(fake_host, ["train.py"], 2, resume_command(argument), findings, updates=4)
+    assert calls == [4, 3, 2]  # uninterrupted, until the save, and the updates after it
+    assert findings[0].other_lines == ("train.py:13",)
 
 
 @pytest.fixture(scope="module")

@@ -112,12 +112,14 @@ class ReduceResult:
     """A number that all ranks reduce in an evaluation.
 
     numerator, denominator  known if the number is a ratio
+    factor                  Python number by which the ratio was multiplied, such as 100 for percent
     is_exponential          whether it is an exponential, such as a perplexity
     """
 
     value: float
     numerator: float | None = None
     denominator: float | None = None
+    factor: float = 1.0
     is_exponential: bool = False
 
 

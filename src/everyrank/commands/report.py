@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     """Compare two loss curves, or the curves of several seeds."""
     from everyrank.report.curves import read_curves
-    from everyrank.report.two_curves import compare_curves, pairs_of_curves
+    from everyrank.report.two_curves import compare_curves, pairs_of_curves, uncompared_layouts
 
     if len(args.files) != 3:
         raise UsageError(
@@ -79,8 +79,11 @@ def _compare(args: argparse.Namespace) -> int:
         label: compare_curves(a, b, args.precision, args.same_seed)
         for label, a, b in pairs_of_curves(curves_before, curves_now)
     }
+    uncompared = uncompared_layouts(curves_before, curves_now)
     for label, result in results.items():
-        for line in [label, *result.lines()] if len(results) > 1 else result.lines():
+        for line in [label, *result.lines()] if len(results) > 1 or uncompared else result.lines():
             say(printable(line))
+    if uncompared:
+        say(printable(f"not compared: {', '.join(uncompared)}"))
     is_same = all(result.status not in ("different", "undecided") for result in results.values())
     return 0 if is_same else CHECK_FAILED

@@ -1,12 +1,13 @@
 """Files of many samples each: lines of text, JSONL, tar files in the WebDataset layout.
 
 Each dataset scans its files once for the start of each sample, without decoding any. It can then read samples in any
-order, so it supports both values of `order`. With `global`, any rank may read any sample. With `shard`, each rank reads
-only some of the files; `shard_sizes` is the number of samples in each file.
+order, so it supports both values of `Workload.order`. With "global", any rank may read any sample. With "shard", each
+rank reads only some of the files; `shard_sizes` is the number of samples in each file.
 """
 
 from __future__ import annotations
 
+import codecs
 import functools
 import hashlib
 import json
@@ -20,11 +21,13 @@ from torch.utils.data import Dataset
 
 from everyrank.errors import EveryrankError, WorkloadError
 
-__all__ = ["JsonLines", "TarShards", "TextLines", "checksum_of_names", "files_in"]
+__all__ = ["JsonLines", "TarShards", "TextLines", "checksum_of_names_and_sizes", "files_in"]
 
 
 def files_in(path: Path, suffixes: Sequence[str]) -> list[Path]:
-    """List `path` if it is a file, or all files in the folder `path` with one of these suffixes, sorted.
+    """List `path` if it is a file, or the files with one of these suffixes in the folder `path`, sorted.
+
+    Subfolders are included, hidden files and folders are not. Without suffixes, files of any suffix are listed.
 
     Raises `WorkloadError` if there are none.
     """
@@ -45,10 +48,11 @@ def files_in(path: Path, suffixes: Sequence[str]) -> list[Path]:
     return paths
 
 
-def checksum_of_names(files: Sequence[Path]) -> str:
+def checksum_of_names_and_sizes(files: Sequence[Path]) -> str:
     """The SHA-256 checksum of the names and sizes of files, as text."""
-    names = "\n".join(f"{path.name} {path.stat().st_size}" for path in files)
-    return f"sha256 of names and sizes: {hashlib.sha256(names.encode('utf-8', 'surrogateescape')).hexdigest()}"
+    names_and_sizes = "\n".join(f"{path.name} {path.stat().st_size}" for path in files)
+    content = names_and_sizes.encode("utf-8", "surrogateescape")
+    return f"sha256 of names and sizes: {hashlib.sha256(content).hexdigest()}"
 
 
 _CHUNK = 1 << 24
@@ -73,7 +77,7 @@ class _Files(Dataset[Any]):
     @functools.cached_property
     def checksum(self) -> str:
         """The checksum of the names and sizes of all files, computed at first use. Only rank 0 needs it."""
-        return checksum_of_names(self.files)
+        return checksum_of_names_and_sizes(self.files)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -129,7 +133,7 @@ def _has_content(path: Path, borders: Any) -> Any:
     with path.open("rb") as file:
         for line in np.flatnonzero(is_filled & (lengths <= _SHORT_LINE)):
             file.seek(int(borders[line, 0]))
-            is_filled[line] = bool(file.read(int(lengths[line])).strip())
+            is_filled[line] = bool(file.read(int(lengths[line])).removeprefix(codecs.BOM_UTF8).strip())
     return is_filled
 
 
@@ -209,7 +213,7 @@ def _tar_index(path: Path) -> list[_Sample]:
                 continue
             members = samples.setdefault(f"{folder}/{key}" if folder else key, {})
             if extension in members:
-                raise WorkloadError(f"{path}: the archive contains {name} twice")
+                raise WorkloadError(f"{path}: the archive contains {name} twice (.JPG and .jpg are the same)")
             members[extension] = (start, size)
     except (tarfile.TarError, OSError) as error:
         raise WorkloadError(f"{path}: cannot be read as an uncompressed tar file ({error})") from error

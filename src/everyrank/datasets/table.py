@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from everyrank.datasets.shards import checksum_of_names
+from everyrank.datasets.shards import checksum_of_names_and_sizes
 from everyrank.errors import CannotRunError, WorkloadError
 
 __all__ = ["ParquetRows", "Rows"]
@@ -87,7 +87,7 @@ class ParquetRows(Dataset[Any]):
     @property
     def checksum(self) -> str:
         """A checksum of the names and sizes of all files."""
-        return checksum_of_names(self.files)
+        return checksum_of_names_and_sizes(self.files)
 
     def __len__(self) -> int:
         return int(self.starts[-1])

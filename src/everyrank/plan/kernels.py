@@ -65,7 +65,7 @@ def time_call(world: World, run: Callable[[], Any], blocks: int = 5) -> float:
     seconds_per_call(2)
     count = torch.tensor([max(1, min(200, round(_BLOCK_SECONDS / (seconds_per_call(2) + 1e-7))))])
     if world.size > 1:
-        dist.all_reduce(count, dist.ReduceOp.MIN)  # a collective needs the same number on all ranks
+        dist.all_reduce(count, dist.ReduceOp.MIN)  # `run` may be a collective, which all ranks call equally often
     return statistics.median(seconds_per_call(int(count)) for _ in range(blocks))
 
 
@@ -192,11 +192,11 @@ def _normalisation(world: World, rows: int) -> Iterator[_Case]:
 
 def _convolutions(world: World, dtype: torch.dtype) -> Iterator[_Case]:
     sizes = ((4, 8, 8), (16, 16, 8), (32, 32, 8), (32, 64, 16))
-    for batch, width, size in (*sizes, *(((64, 128, 28), (64, 256, 56)) if world.device.type == "cuda" else ())):
-        shape = (batch, width, size, size)
+    for batch, channels, size in (*sizes, *(((64, 128, 28), (64, 256, 56)) if world.device.type == "cuda" else ())):
+        shape = (batch, channels, size, size)
         value = torch.randn(shape, device=world.device, dtype=dtype)
-        weight = torch.randn(width, width, 3, 3, device=world.device, dtype=dtype)
-        flops = 2.0 * batch * width * width * 9 * size * size
+        weight = torch.randn(channels, channels, 3, 3, device=world.device, dtype=dtype)
+        flops = 2.0 * batch * channels * channels * 9 * size * size
         options: Any = ([0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
         def forward(x: Tensor, weight: Tensor = weight) -> Tensor:

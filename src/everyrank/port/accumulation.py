@@ -76,9 +76,11 @@ def _has_other_step(plan: Plan, guard: ast.If) -> bool:
     ids = {optimizer for optimizer, is_inside in steps if is_inside}
     if any(optimizer in ids and not is_inside for optimizer, is_inside in steps):
         return True
-    optimizers = {name for node in inside for name in _updated_by(plan, node)}
+    stepped_objects = {name for node in inside for name in _objects_of_step(plan, node)}
     return any(
-        not optimizers.isdisjoint(_updated_by(plan, node)) for node in ast.walk(plan.source.tree) if node not in inside
+        not stepped_objects.isdisjoint(_objects_of_step(plan, node))
+        for node in ast.walk(plan.source.tree)
+        if node not in inside
     )
 
 
@@ -93,15 +95,21 @@ def _uses_gradients(loop: ast.For | ast.While, guard: ast.If) -> bool:
     return any(name == "grad" or name.startswith("clip_grad") for name in names)
 
 
-def _updated_by(plan: Plan, node: ast.AST) -> set[str]:
-    """Return what `optimizer.step()` or `scaler.step(optimizer)` may update, or an empty set."""
+def _objects_of_step(plan: Plan, node: ast.AST) -> set[str]:
+    """Return the object and the arguments of a call of `step`: {"scaler", "optimizer"} for `scaler.step(optimizer)`.
+
+    Empty for other nodes.
+    """
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "step":
         return set()
     return {plan.source.code(named) for named in (node.func.value, *node.args)}
 
 
 def _is_fixed_before_forward(plan: Plan, guard: ast.If, statements_before: list[ast.stmt]) -> bool:
-    """Whether the condition can be evaluated before the forward, and has no side effect."""
+    """Whether a backward precedes `guard`, and its condition can be evaluated before the forward without a side effect.
+
+    False for a condition on several lines, and for an `if` with an `else`.
+    """
     source = plan.source
     nodes = list(ast.walk(guard.test))
     names = {source.code(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
@@ -111,14 +119,7 @@ def _is_fixed_before_forward(plan: Plan, guard: ast.If, statements_before: list[
         for node in ast.walk(statement)
         if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store)
     }
-    changed_objects = {
-        source.code(node.func.value)
-        for statement in statements_before
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    }
-    # a method may change these objects, for example `losses.append(...)`; `self.model(...)` does not change `self`
-    objects = names - {"self"}
+    changed_names = stored | _changed_by_calls(plan, statements_before)
     has_assignment = any(isinstance(node, ast.NamedExpr) for node in nodes)
     only_lengths = all(source.code(node.func) == "len" for node in nodes if isinstance(node, ast.Call))
     has_backward = any(
@@ -127,8 +128,32 @@ def _is_fixed_before_forward(plan: Plan, guard: ast.If, statements_before: list[
         for node in ast.walk(statement)
     )
     is_line = guard.test.lineno == guard.test.end_lineno
-    is_constant = only_lengths and not has_assignment and not names & stored and not objects & changed_objects
+    is_constant = only_lengths and not has_assignment and not names & changed_names
     return has_backward and is_constant and is_line and not guard.orelse
+
+
+def _changed_by_calls(plan: Plan, statements: list[ast.stmt]) -> set[str]:
+    """Return the objects and global variables that calls in these statements may change.
+
+    A method may change its object, for example `losses.append(...)`. But `self.f(...)` changes `self` only if the
+    script defines a method `f`. Otherwise `f` is an attribute, usually a module.
+    """
+    functions = [node for node in ast.walk(plan.source.tree) if isinstance(node, ast.FunctionDef)]
+    names = {function.name for function in functions}
+    called, changed = set[str](), set[str]()
+    for node in (node for statement in statements for node in ast.walk(statement)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            called.add(node.func.attr)
+            object_name = plan.source.code(node.func.value)
+            if object_name != "self" or node.func.attr in names:
+                changed.add(object_name)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            called.add(node.func.id)
+    for function in functions:
+        if function.name in called:
+            declarations = (node for node in ast.walk(function) if isinstance(node, ast.Global | ast.Nonlocal))
+            changed.update(name for node in declarations for name in node.names)
+    return changed
 
 
 def _without_index(node: ast.expr) -> ast.expr:

@@ -27,7 +27,7 @@ class ResumeCommand:
     """Arguments to add to those of the script.
 
     resume  resume a training, for example ["--resume", "out/last.pt"]
-    stop    save and end a training, if it does not save in its first updates
+    stop    make the script save and end; needed if it does not save in its first updates
     """
 
     resume: list[str]
@@ -63,14 +63,14 @@ def judge_resume(
 ) -> None:
     """Run the script uninterrupted, then until it saves, then resumed from there. Compare the updates that follow."""
 
-    def run(more_args: Sequence[str], last: int, files: ScriptRecording | None = None) -> ScriptRecording:
+    def run(more_args: Sequence[str], num_updates: int, files: ScriptRecording | None = None) -> ScriptRecording:
         return host.run(
             processes,
             python_args=[*python_args, *more_args],
             imposed=_SEED,
             float64=False,
-            updates=last,
-            num_detailed=last,
+            updates=num_updates,
+            num_detailed=num_updates,
             seconds=20.0,
             files=files,
         )
@@ -110,8 +110,8 @@ def _checkpoint_saves(rank: RankRecording, command: ResumeCommand) -> list[tuple
     A save has a path, the number of updates before it, and its line. A script may also save files that it never loads.
     """
     saves = rank.facts.get("saved_after", [])
-    arguments = " ".join(command.resume)
-    return [save for save in saves if Path(save[0]).name in arguments] or saves
+    file_names = {Path(value).name for argument in command.resume for value in argument.split("=")}
+    return [save for save in saves if Path(save[0]).name in file_names] or saves
 
 
 def judge_updates_after_resume(

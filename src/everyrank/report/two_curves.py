@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from everyrank.errors import UsageError
 from everyrank.report.curves import Curve
 
-__all__ = ["CurveComparison", "compare_curves", "pairs_of_curves"]
+__all__ = ["CurveComparison", "compare_curves", "pairs_of_curves", "uncompared_layouts"]
 
 _ROUNDING = {
     "float64": 1e-10,
@@ -75,6 +75,16 @@ def pairs_of_curves(runs_a: Sequence[Curve], runs_b: Sequence[Curve]) -> list[tu
             "layout each"
         )
     return rows
+
+
+def uncompared_layouts(runs_a: Sequence[Curve], runs_b: Sequence[Curve]) -> list[str]:
+    """Return the layouts that `pairs_of_curves` leaves out because only one side has them, with that side."""
+    labels_a, labels_b = (dict.fromkeys(run.label for run in runs) for runs in (runs_a, runs_b))
+    if len(labels_a) == len(labels_b) == 1:
+        return []
+    one_sided = [("A", label) for label in labels_a if label not in labels_b]
+    one_sided += [("B", label) for label in labels_b if label not in labels_a]
+    return [f"{label or 'no layout'} (only in {side})" for side, label in one_sided]
 
 
 def compare_curves(
@@ -177,7 +187,7 @@ def _compare_single_runs(
     jump_step = _first_jump(steps, differences, tolerances)
     if jump_step is not None:
         text = (
-            f"the losses agree before step {jump_step}, whose losses are {run_a.losses[jump_step]:.6g} and "
+            f"the difference jumps at step {jump_step}, whose losses are {run_a.losses[jump_step]:.6g} and "
             f"{run_b.losses[jump_step]:.6g}: rounding does not grow so fast"
         )
         return CurveComparison("different", text, assumptions=(*assumptions, "both read the same samples"))
@@ -189,7 +199,7 @@ def _compare_single_runs(
     advice = "give a folder with 3 or more runs of different seeds for A, for B, or for both"
     if largest_difference > _MAX_DIFFERENCE or _spacing(steps) > 1:
         reason = (
-            "more than rounding explains"
+            "after so large a difference, rounding and seeds look the same"
             if largest_difference > _MAX_DIFFERENCE
             else "the growth between logged steps is unknown"
         )

@@ -80,6 +80,8 @@ def _ratio_mistake(results: Sequence[ReduceResult]) -> str:
     denominators = [result.denominator or 0.0 for result in results]
     if any(not count.is_integer() or count <= 0 for count in denominators):
         return ""
+    if len({result.factor for result in results}) > 1:
+        return ""  # each rank multiplies its ratio by its share of the samples, so the sum is the ratio over all ranks
     mean = sum(result.value for result in results) / len(results)
     ratio_of_sums = sum(numerators) / sum(denominators)
     if len(set(denominators)) == 1 or math.isclose(mean, ratio_of_sums, rel_tol=_EQUAL_TOLERANCE):

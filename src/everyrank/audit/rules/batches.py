@@ -57,6 +57,7 @@ def _training_batches(evidence: Evidence, rank: int) -> dict[tuple[int, int], tu
         if isinstance(event, LoaderBatch):
             epoch = (event.loader, event.epoch)
             is_trained = first_epoch is not None and event.loader == first_epoch[0] and kinds[epoch] != "eval"
+            # a pass without a number, such as one that was ended after a batch, is counted by its epoch
             key = (pass_numbers.get(epoch, event.epoch), event.number if is_trained and not event.is_after_skip else 0)
             if key[1]:
                 batches[key] = event.row_checksums, False

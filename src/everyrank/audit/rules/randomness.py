@@ -1,4 +1,4 @@
-"""Finds random numbers that are equal on all ranks or in all workers: dropout, noise, augmentation."""
+"""Finds random numbers that are equal on several ranks or in several workers: dropout, noise, augmentation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _check_dropout(evidence: Evidence, findings: Findings) -> None:
             "WARN",
             "random.dropout",
             forwards[first][equal_steps[0]].line,
-            f"dropout masks are equal on all ranks: {len(equal_steps)} of {len(common_steps)} "
+            f"dropout masks are equal on {_first_ranks(evidence)}: {len(equal_steps)} of {len(common_steps)} "
             "forwards begin with the same generator state",
             "call torch.manual_seed(seed + rank) after the model has been built",
             evidence.equal_seeds(("torch",)),
@@ -65,9 +65,9 @@ def _check_noise(evidence: Evidence, findings: Findings) -> None:
             "WARN",
             "random.noise",
             equal_lines[0],
-            f"the random numbers that a step draws for its samples are equal on all ranks in {len(step_keys)} of "
-            f"{sum(equal_lines[0] in step_draws for step_draws in first.values())} steps, but the samples differ"
-            + (f"; seed {next(iter(seeds))} on each rank" if len(seeds) == 1 else ""),
+            f"the random numbers that a step draws for its samples are equal on {_first_ranks(evidence)} in "
+            f"{len(step_keys)} of {sum(equal_lines[0] in step_draws for step_draws in first.values())} steps, but the "
+            "samples differ" + (f"; seed {next(iter(seeds))} on each rank" if len(seeds) == 1 else ""),
             "use a seed that depends on the rank: torch.Generator().manual_seed(seed + rank)",
             (
                 *equal_lines[1:],
@@ -75,6 +75,12 @@ def _check_noise(evidence: Evidence, findings: Findings) -> None:
                 *evidence.equal_seeds(("torch",)),
             ),
         )
+
+
+def _first_ranks(evidence: Evidence) -> str:
+    """The two ranks that are compared."""
+    first, second = evidence.ranks[:2]
+    return f"ranks {first} and {second}"
 
 
 _DrawsByStep = dict[tuple[int, int], dict[str, list[tuple[int, int]]]]
@@ -96,7 +102,8 @@ def _steps_with_equal_draws(
 ) -> list[tuple[int, int]]:
     """Return the steps in which a line draws equal noise on both ranks.
 
-    [] if they are fewer than `_MIN_STEPS` or half of all steps, if the noise repeats, or if the ranks share samples.
+    [] if they are fewer than `_MIN_STEPS`, or than half of the steps in which this line draws. Also [] if the noise
+    repeats, or if the ranks share samples.
     """
     keys = [key for key in first if line in first[key]]
     equal_keys = [key for key in keys if first[key][line] == second.get(key, {}).get(line)]
@@ -108,7 +115,7 @@ def _steps_with_equal_draws(
 
 
 def _inputs_differ(evidence: Evidence, key: tuple[int, int]) -> bool:
-    """Whether two ranks feed the model different rows in this step, or different inputs that have no rows."""
+    """Whether the inputs of the first two ranks have no row in common; without rows, whether they differ."""
     first, second = (evidence.training_forwards[rank][key] for rank in evidence.ranks[:2])
     if not first.row_checksums or not second.row_checksums:
         return first.other_inputs != second.other_inputs
@@ -139,7 +146,8 @@ def _check_augmentation(evidence: Evidence, findings: Findings) -> None:
                 "WARN",
                 "random.augment",
                 _loader_line(evidence, key[2]),
-                f"the dataset draws equal random numbers ({names}) on all ranks, so their augmentations are equal",
+                f"the dataset draws equal random numbers ({names}) on {_first_ranks(evidence)}, so their augmentations "
+                "are equal",
                 "seed by rank: torch.manual_seed(seed + rank), a generator=, or a worker_init_fn",
                 evidence.equal_seeds(names.split(", ")),
             )
@@ -170,12 +178,12 @@ def _check_workers(evidence: Evidence, findings: Findings) -> None:
                     _loader_line(evidence, dataset),
                     f"workers 0 and {worker} of the loader draw equal random numbers ({names})",
                     "keep the seeds that torch gives its workers, or add the worker's id in a worker_init_fn",
-                    _worker_seeds(evidence, names.split(", ")),
+                    _last_seed_lines(evidence, names.split(", ")),
                 )
 
 
-def _worker_seeds(evidence: Evidence, libraries: list[str]) -> tuple[str, ...]:
-    """Lines that seed these generators on rank 0."""
+def _last_seed_lines(evidence: Evidence, libraries: list[str]) -> tuple[str, ...]:
+    """The user's lines on the stack of the last call on rank 0 that seeds one of these generators."""
     events = [event for event in evidence.of(evidence.ranks[0], SeedSet) if event.library in libraries]
     return tuple(dict.fromkeys(line for event in events[-1:] for line in event.lines))
 

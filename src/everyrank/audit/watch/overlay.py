@@ -1,8 +1,8 @@
 """Redirects the files that an audited script writes into the audit's folder, so that the user's files do not change.
 
-The folder holds two trees. `written/home/user/out/log.txt` is the script's version of /home/user/out/log.txt, and
-`removed/home/user/out/old.pt` marks a file that the script has removed. The script sees both trees on top of the real
-files: it can read its own files under their original names, and cannot see files that it has removed.
+Its folder `files` holds two trees. `written/home/user/out/log.txt` is the script's version of /home/user/out/log.txt,
+and `removed/home/user/out/old.pt` marks a file that the script has removed. The script sees both trees on top of the
+real files: it can read its own files under their original names, and cannot see files that it has removed.
 
 Python's own functions for files are replaced when the interpreter starts, before the script can import any of them
 under another name: open, os.open, mkdir, remove, rename, link, symlink, truncate, and so on. This file imports only the
@@ -40,7 +40,7 @@ _installed: list[Overlay] = []
 class Overlay:
     """The script's view of the file system: the real files, plus its writes, minus its removals.
 
-    folder  the audit's folder, which all ranks of a script share. Its folder `written` is called "the tree" below.
+    folder  the audit's folder, which all ranks of a script share. Its folder `files/written` is "the tree" below
     main    the script, whose folder is redirected even if it is inside a temporary folder
     """
 
@@ -48,8 +48,8 @@ class Overlay:
         # do not import `tempfile`: it would copy `open` before it is replaced
         temporary = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
         self.audit_folder = os.path.realpath(folder)
-        self.folder = f"{self.audit_folder}/files"
-        self.written, self.removed = f"{self.folder}/written", f"{self.folder}/removed"
+        files_folder = f"{self.audit_folder}/files"
+        self.written, self.removed = f"{files_folder}/written", f"{files_folder}/removed"
         self.start_folder = self.as_script_sees(os.path.realpath(os.getcwd()))  # a program may start in a new folder
         main_folder = os.path.dirname(main)
         self.main_folder = os.path.realpath(main_folder) if main_folder else ""
@@ -77,7 +77,7 @@ class Overlay:
         """Return the absolute path, whether a new link leads to it, and whether it is direct.
 
         A new link is a symlink that the script has created. A direct path is not redirected (`_is_direct`). The path is
-        None for descriptors, system folders and the empty path, for which the real function raises an error.
+        None for descriptors, system folders, the empty path, calls by the overlay itself, and unresolvable paths.
         """
         if getattr(self.thread_state, "is_busy", False) or not isinstance(path, str | bytes | os.PathLike):
             return None, False, False
@@ -88,7 +88,8 @@ class Overlay:
                 return None, False, False
             if dir_fd is not None and not os.path.isabs(name):
                 name = os.path.join(self._path_of(dir_fd), name)
-            absolute = self.as_script_sees(os.path.join(self.working_folder(), name))
+            # an absolute path needs no working folder, which may have been deleted
+            absolute = self.as_script_sees(name if os.path.isabs(name) else os.path.join(self.working_folder(), name))
             # before links are resolved, because /dev/stdout may be a symlink to a file
             if "\0" in absolute or absolute.startswith(_SYSTEM_FOLDERS):
                 return None, False, False
@@ -140,14 +141,21 @@ class Overlay:
 
     def _is_inside_tree(self) -> bool:
         """Whether the working folder is one that the script has created, so that relative paths begin in the tree."""
-        return _REAL["getcwd"]().startswith(self.written)
+        try:
+            return _REAL["getcwd"]().startswith(self.written)
+        except FileNotFoundError:  # the working folder has been deleted
+            return False
 
     def _path_of(self, descriptor: int) -> str:
-        if sys.platform == "darwin":
-            import fcntl
+        return self.as_script_sees(_real_path_of(descriptor))
 
-            return self.as_script_sees(fcntl.fcntl(descriptor, 50, b"\0" * 1024).rstrip(b"\0").decode())  # F_GETPATH
-        return self.as_script_sees(_REAL["readlink"](f"/proc/self/fd/{descriptor}"))
+    def is_of_user(self, descriptor: int) -> bool:
+        """Whether a descriptor is of a user's file or folder, and not of the script's version of it."""
+        try:
+            path = _real_path_of(descriptor)
+        except OSError:
+            return False
+        return os.path.isabs(path) and not path.startswith(self.written) and self.script_path(path) is not None
 
     def _is_direct(self, path: str) -> bool:
         """Whether the script reads and writes a path directly, as in temporary folders, caches and devices.
@@ -162,7 +170,7 @@ class Overlay:
             return False
         if any((path + os.sep).startswith(folder) for folder in self.direct_folders[self.num_initial_direct :]):
             return True
-        if os.path.dirname(path) == self.start_folder or self._is_in_created_folder(path):
+        if self.start_folder in (path, os.path.dirname(path)) or self._is_in_created_folder(path):
             return False
         projects = [f for f in (self.start_folder, self.main_folder) if f and f + os.sep not in self.direct_folders]
         return not any((path + os.sep).startswith(folder + os.sep) for folder in projects)
@@ -192,8 +200,8 @@ class Overlay:
 
     def _direct_path(self, path: Any, absolute: str, is_through_new_link: bool) -> Any:
         """Return the path of a file that is not redirected: absolute if a link or folder in the tree leads to it."""
-        has_parent = os.pardir in os.fsdecode(path).split(os.sep)  # in `x/..`, x may exist only in the tree
-        if not is_through_new_link and not self._is_inside_tree() and not has_parent:
+        has_dotdot = os.pardir in os.fsdecode(path).split(os.sep)  # in `x/..`, x may exist only in the tree
+        if not is_through_new_link and not self._is_inside_tree() and not has_dotdot:
             return path
         return os.fsencode(absolute) if isinstance(path, bytes) else absolute
 
@@ -211,8 +219,8 @@ class Overlay:
                 not _exists(new_path) or (stat.S_ISDIR(_mode(absolute)) and stat.S_ISDIR(_mode(new_path)))
             ):
                 # the real path, also of a folder in both places: listdir and scandir merge their entries
-                has_parent = os.pardir in os.fsdecode(path).split(os.sep)  # in `x/..`, x may exist only in the tree
-                if not self._is_inside_tree() and not is_through_new_link and not has_parent:
+                has_dotdot = os.pardir in os.fsdecode(path).split(os.sep)  # in `x/..`, x may exist only in the tree
+                if not self._is_inside_tree() and not is_through_new_link and not has_dotdot:
                     return path
                 new_path = absolute
             return os.fsencode(new_path) if isinstance(path, bytes) else new_path
@@ -239,7 +247,7 @@ class Overlay:
             if not stat.S_ISDIR(_mode(self.written + parent if is_parent_in_tree else parent)):
                 return written_path if is_parent_in_tree else path  # opening it raises the expected error
             if stat.S_ISDIR(_mode(absolute)) and not self.is_removed(absolute):
-                return absolute if is_through_new_link else path  # opening it raises the expected error
+                return self._direct_path(path, absolute, is_through_new_link)  # opening it raises the expected error
             _make_folders(os.path.dirname(written_path))
             if keeps_content and not _exists(written_path) and _exists(absolute) and not self.is_removed(absolute):
                 _copy(absolute, written_path)
@@ -269,6 +277,14 @@ class Overlay:
                 if folder == written_path or not self.is_removed(f"{absolute}/{name}"):
                     names[name] = path
         return list(names.items())
+
+
+def _real_path_of(descriptor: int) -> str:
+    if sys.platform == "darwin":
+        import fcntl
+
+        return fcntl.fcntl(descriptor, 50, b"\0" * 1024).rstrip(b"\0").decode()  # F_GETPATH
+    return _REAL["readlink"](f"/proc/self/fd/{descriptor}")
 
 
 def _exists(path: str) -> bool:
@@ -497,8 +513,8 @@ class _Entries:
         self._entries = iter(())
 
 
-def _entries_behind_link(path: Any, real_path: Any) -> _Entries:
-    """Return the entries of a folder that is not redirected, with the paths that the script expects from `path`."""
+def _entries_of_real_folder(path: Any, real_path: Any) -> _Entries:
+    """Return the entries of the real folder `real_path`. Their paths begin with `path`, as the script has given it."""
     with _REAL["scandir"](real_path) as entries:
         return _Entries(
             iter([_Entry(entry, os.path.join(path, entry.name), os.fsdecode(entry.path)) for entry in entries])
@@ -528,7 +544,7 @@ def _redirect_listing(overlay: Overlay) -> None:
         absolute = folder_of(path)
         if absolute is None:
             real_path = overlay.path_to_read(path)
-            return _REAL["scandir"](path) if real_path is path else _entries_behind_link(path, real_path)
+            return _REAL["scandir"](path) if real_path is path else _entries_of_real_folder(path, real_path)
         visible_paths = dict(overlay.entries_of(absolute))
         given = os.curdir if path is None else path
         entries: list[Any] = []
@@ -568,8 +584,8 @@ def _making(overlay: Overlay, name: str) -> Callable[..., Any]:
             direct_path = overlay.path_to_read(path, dir_fd, follows=False)
             return function(direct_path, *args, dir_fd=dir_fd if direct_path is path else None, **kwargs)
         _refuse_existing(overlay, path, dir_fd)
-        in_temporary_folder = overlay.start_folder + os.sep in overlay.direct_folders
-        if in_temporary_folder and _exists(os.path.dirname(absolute)) and _is_called_by_tempfile():
+        starts_in_temporary_folder = overlay.start_folder + os.sep in overlay.direct_folders
+        if starts_in_temporary_folder and _exists(os.path.dirname(absolute)) and _is_called_by_tempfile():
             # the script was started in /tmp itself, and this is a temporary folder
             overlay.direct_folders += (f"{absolute}{os.sep}",)
             return function(path, *args, **kwargs)
@@ -737,12 +753,17 @@ def _redirect_links(overlay: Overlay) -> None:
 
 
 def _redirect_attributes(overlay: Overlay) -> None:
-    """Change permissions, times and lengths only of the script's version of a file."""
+    """Change permissions, times and lengths only of the script's version of a file.
+
+    If it has none yet, `truncate` copies the file first, and all other changes are ignored.
+    """
 
     def redirected_change(name: str) -> Callable[..., Any]:
         function = _REAL[name]
 
         def changed(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(path, int):
+                return None if overlay.is_of_user(path) else function(path, *args, **kwargs)
             follows = kwargs.get("follow_symlinks", True) and name not in ("lchmod", "lchown")
             absolute = overlay.script_path(path, kwargs.get("dir_fd"), follows=follows)
             redirected_path = overlay.path_to_read(path, kwargs.get("dir_fd"), follows=follows)
@@ -756,7 +777,8 @@ def _redirect_attributes(overlay: Overlay) -> None:
 
         return changed
 
-    for name in ("chmod", "lchmod", "chown", "lchown", "utime", "setxattr", "removexattr", "chflags"):
+    names = ("chmod", "fchmod", "lchmod", "chown", "fchown", "lchown", "utime", "setxattr", "removexattr", "chflags")
+    for name in names:
         if name in _REAL:
             _replace(name, redirected_change(name))
 
@@ -781,9 +803,30 @@ def _redirect_working_folders(overlay: Overlay) -> None:
     subprocess.Popen.__init__ = redirected  # type: ignore[method-assign]
 
 
-def _without_shell(command: list[str]) -> list[str]:
-    """Return the command that a shell runs, or another command as it is."""
-    return command[2].split() if command[:2] == ["/bin/sh", "-c"] and len(command) > 2 else command
+_SHELLS = ("sh", "bash", "dash")
+_PREFIXES = ("exec", "env", "nohup", "time")  # of another command
+_BUILTINS = ("cd", "export", "set", "source", ".")  # commands of a shell that write no files
+
+
+def _commands(words: list[str]) -> list[list[str]]:
+    """Return the commands that a shell runs, if `words` are `sh -c TEXT`. Other commands are returned unchanged."""
+    is_shell = len(words) > 2 and os.path.basename(words[0]) in _SHELLS and words[1] == "-c"
+    return _commands_in_shell(words[2]) if is_shell else [words]
+
+
+def _commands_in_shell(text: str) -> list[list[str]]:
+    """Return the commands in the text of a shell, without assignments such as `A=1` before them."""
+    import shlex
+
+    tokens = shlex.shlex(text.replace("\n", ";"), posix=True, punctuation_chars=True)
+    tokens.whitespace_split = True
+    commands: list[list[str]] = [[]]
+    for token in tokens:
+        if token in (";", "&", "&&", "|", "||", "(", ")"):
+            commands.append([])
+        elif commands[-1] or not ("=" in token or token in _PREFIXES):
+            commands[-1].append(token)
+    return [command for command in commands if command and command[0] not in _BUILTINS]
 
 
 def _record_commands(overlay: Overlay) -> None:
@@ -792,19 +835,17 @@ def _record_commands(overlay: Overlay) -> None:
     def record(event: str, arguments: tuple[Any, ...]) -> None:
         try:
             if event == "os.system":
-                command = os.fsdecode(arguments[0]).split()
-            elif event == "os.posix_spawn":  # also by subprocess; a program that os.exec starts ends this record
-                command = _without_shell([os.fsdecode(arguments[0]), *map(os.fsdecode, arguments[1][1:])])
+                commands = _commands_in_shell(os.fsdecode(arguments[0]))
+            elif event == "os.posix_spawn":  # subprocess uses it, too
+                commands = _commands([os.fsdecode(arguments[0]), *map(os.fsdecode, arguments[1][1:])])
             elif event == "subprocess.Popen":
                 popen_args = arguments[1]
                 is_list = isinstance(popen_args, list | tuple)
-                words = [os.fsdecode(argument) for argument in popen_args] if is_list else str(popen_args).split()
-                command = _without_shell(words)
-            else:
+                commands = _commands([os.fsdecode(word) for word in popen_args] if is_list else str(popen_args).split())
+            else:  # os.exec replaces this process, and its record
                 return
-            program = os.path.basename(command[0]) if command else ""
-            if program and not program.startswith("python"):
-                overlay.commands.add(program)
+            programs = {os.path.basename(words[0]) for words in commands if words}
+            overlay.commands |= {program for program in programs if program and not program.startswith("python")}
         except Exception:  # noqa: S110  (it must not end the script)
             pass
 

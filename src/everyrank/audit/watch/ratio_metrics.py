@@ -57,7 +57,7 @@ class RatioTracker:
             return tracked
         if tracked.denominator is None or not isinstance(args[1], int | float):
             return None
-        return ReduceResult(value, value * tracked.denominator, tracked.denominator)
+        return ReduceResult(value, value * tracked.denominator, tracked.denominator, tracked.factor * args[1])
 
     def result_of(self, tensor: Any) -> ReduceResult:
         """A number that is sent to the other ranks, with its ratio or exponential if that is known."""
