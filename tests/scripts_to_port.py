@@ -143,6 +143,80 @@ for step in range(8):
 """
 )
 
+INDEX_SCRIPT = (
+    "import copy\n"
+    + IMPORTS_AND_DATA
+    + """
+class_weights = 1 / torch.bincount(y).float()
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+average = copy.deepcopy(model)
+opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+for epoch in range(2):
+    order = torch.randperm(len(x))
+    for start in range(0, len(x), 16):
+        index = order[start : start + 16]
+        logits = model(x[index])
+        loss = F.cross_entropy(logits, y[index], weight=class_weights)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        with torch.no_grad():
+            for p_average, p in zip(average.parameters(), model.parameters()):
+                p_average.lerp_(p, 0.1)
+        print(epoch, start, f"{loss.item():.4f}")
+"""
+)
+"""Each batch is an index into all data, classes have weights, and the model is copied before it is trained."""
+
+SLICE_SCRIPT = (
+    IMPORTS_AND_DATA
+    + """
+targets = torch.stack([y, 1 - y], dim=1)
+targets[::5] = -100
+model = nn.Linear(6, 4)
+criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0]))
+opt = torch.optim.AdamW(model.parameters(), lr=0.05)
+for i in range(0, len(x), 16):
+    loss = criterion(model(x[i : i + 16]).view(-1, 2), targets[i : i + 16].view(-1))
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    print(i, f"{loss.item():.4f}")
+"""
+)
+"""Each batch is a slice of all data, in the call of the model. `view` needs contiguous tensors."""
+
+GENERATOR_SCRIPT = (
+    IMPORTS_AND_DATA
+    + """
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+
+    def forward(self, batch):
+        return self.layer(batch["input"]).squeeze(1)
+
+
+def batches():
+    for i in range(0, len(x), 16):
+        yield {"input": x[i : i + 16], "target": y[i : i + 16].float()}
+
+
+net = Net()
+opt = torch.optim.Adam(net.parameters(), lr=0.05)
+for epoch in range(2):
+    for batch in batches():
+        loss = F.binary_cross_entropy_with_logits(net(batch), batch["target"])
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        print(epoch, f"{loss.item():.4f}")
+"""
+)
+"""A generator makes the batches, which are dictionaries."""
+
 SUMMED_LOSS_SCRIPT = (
     IMPORTS_AND_DATA
     + """

@@ -149,6 +149,12 @@ MUTATIONS = [
       "    model = FullyShardedDataParallel(model, device_id=torch.device('cpu'), use_orig_params=True,\n"
       "                                     ignored_modules=[model[3]])\n", "model(inputs)"),
      "replicas.drift next to sharded ones", "optimizer.step()"),
+    ("classifier",
+     ("    optimizer = ", "            optimizer.step()\n", "        if rank == 0:\n            print("),
+     ("    average = torch.optim.swa_utils.AveragedModel(model.module)\n    optimizer = ",
+      "            optimizer.step()\n            rank or average.update_parameters(model.module)\n",
+      "        evaluate(average, held_out, rank, world_size)\n        if rank == 0:\n            print("),
+     "replicas.drift a second model, such as a moving average", "model.module(inputs)"),
     # --- evaluation
     ("classifier", "Subset(held_out, range(rank, len(held_out), world_size)), 5)",
      "held_out, 5, sampler=DistributedSampler(held_out, shuffle=False))", "eval.padded", "DataLoader(held_out"),

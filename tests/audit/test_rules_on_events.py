@@ -157,6 +157,20 @@ def test_averaged_model_of_one_rank_is_not_compared_with_the_model_of_the_others
     assert found(check_replicas, averaged, no_grad_forward("/train.py:15", is_training=False)) != {}
 
 
+@pytest.mark.parametrize(("averaged", "is_found"), [((2, 2), False), ((2, 3), True), ((2, None), False)])
+def test_moving_average_of_one_rank_is_found_where_all_ranks_evaluate_it(
+    averaged: tuple[int, int | None], is_found: bool
+) -> None:
+    """The model is evaluated first, at the same line. The moving average may also be evaluated only on rank 0."""
+    line = "/train.py:15"
+    model = no_grad_forward(line, is_training=False, parameters=1)
+    ranks = [
+        [*model, *model, *(no_grad_forward(line, is_training=False, parameters=each) if each else ())]
+        for each in averaged
+    ]
+    assert list(found(check_replicas, *ranks)) == (["replicas.drift"] if is_found else [])
+
+
 def test_other_model_in_eval_mode_is_no_forgotten_train() -> None:
     """The last forward before the generator's backward is that of a frozen network for a perceptual loss."""
     frozen = event(Forward, line="/train.py:12", is_grad=True, num_batch_norms=1)

@@ -62,6 +62,55 @@ def test_validation_in_the_training_loop_reads_the_part_of_each_rank() -> None:
     assert f"train(net, split({loader}), opt)" in plan_port(script, "ddp", *facts).source.edited()
 
 
+SUM = "right += (net(vx).argmax(1) == vy).sum().item()\n"
+TABLE = "table[net(vx).argmax(1), vy] += 1\n"
+
+
+@pytest.mark.parametrize(
+    ("loops", "num_reached", "is_split"),
+    [
+        ([("enumerate(held)", SUM)], 1, True),
+        ([("enumerate(held)", SUM), ("tqdm(held)", SUM)], 2, True),
+        ([("enumerate(held)", SUM), ("tqdm(held)", TABLE)], 2, False),
+        ([("enumerate(held)", SUM), ("tqdm(held)", TABLE)], 1, False),  # a part that the run has not reached
+        ([("enumerate(held)", SUM), ("range(2)", "print(next(iter(held)))\n")], 2, False),
+        ([("enumerate(held)", SUM), ("enumerate(other)", TABLE)], 1, True),
+    ],
+)
+def test_loader_is_split_only_if_all_its_loops_keep_sums(
+    loops: list[tuple[str, str]], num_reached: int, is_split: bool
+) -> None:
+    """Otherwise a table of all samples would be that of one rank's samples."""
+    made = "DataLoader(held_out, batch_size=4)"
+    script = SCRIPT + f"held = {made}\n" + "".join(f"for vx, vy in {read}:\n    {line}" for read, line in loops)
+    facts = [fact(script, "loader", made, id=7)]
+    for read, line in loops[:num_reached]:
+        read_call = "iter(held)" if "iter(" in line else read
+        facts.append(fact(script, "pass", read_call, id=7, trains=False))
+    ported_script = plan_port(script, "ddp", *facts).source.edited()
+    assert (f"held = split({made}, evaluates=True)" in ported_script) is is_split
+    assert ported_script.count("right = add_over_ranks(right)") == is_split * sum(line == SUM for _, line in loops)
+
+
+def test_loop_over_two_loaders_is_split_only_if_both_are() -> None:
+    """A function evaluates two loaders, and one of them is also read by a loop that needs all samples."""
+    loaders = [f"DataLoader(held_out, batch_size={size})" for size in (5, 6)]
+    script = SCRIPT.replace(
+        "def count(", f"def check(held):\n    for vx, vy in enumerate(held):\n        {SUM}\n\ndef count("
+    )
+    script += f"first = {loaders[0]}\nsecond = {loaders[1]}\nfor vx, vy in tqdm(second):\n    {TABLE}"
+    script += "check(first)\ncheck(second)\n"
+    facts = [fact(script, "loader", call, id=number) for number, call in enumerate(loaders, 7)]
+    facts += [
+        fact(script, "pass", "tqdm(second)", id=8, trains=False),
+        fact(script, "pass", "enumerate(held)", "check(first)", id=7, trains=False),
+        fact(script, "pass", "enumerate(held)", "check(second)", id=8, trains=False),
+    ]
+    ported_script = plan_port(script, "ddp", *facts).source.edited()
+    assert "evaluates=True" not in ported_script.partition("net = Net()")[2]
+    assert "add_over_ranks" not in ported_script
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -38,6 +38,26 @@ def test_seeded_script_keeps_its_seed() -> None:
     assert "same_seed" not in ported("x = np.mean(y)\nrng = np.random.default_rng(0)\n", imports="import numpy as np\n")
 
 
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        ("sys.exit(main())", "exit_status = main()\n    dist.destroy_process_group()\n    sys.exit(exit_status)\n"),
+        ("raise SystemExit(main())", "exit_status = main()\n    dist.destroy_process_group()\n    raise SystemExit("),
+        ("main()", "main()\n    dist.destroy_process_group()\n"),
+    ],
+)
+def test_process_group_is_destroyed_before_the_exit(last: str, expected: str) -> None:
+    script = f"{SCRIPT}\n\ndef main():\n    return 0\n\n\nif __name__ == '__main__':\n    {last}\n"
+    assert f"'__main__':\n    {expected}" in plan_port(script, "ddp").source.edited()
+
+
+def test_file_that_is_open_during_the_training_is_opened_by_all_ranks() -> None:
+    """If only rank 0 trained, the ranks would wait for each other."""
+    script = SCRIPT.replace("train(net,", "with open('log', 'w') as log:\n    train(net,")
+    ported_script = plan_port(script, "ddp").source.edited()
+    assert "with open('log' if dist.get_rank() == 0 else os.devnull, 'w') as log:\n    train(" in ported_script
+
+
 def test_split_before_the_seed_is_equal_on_all_ranks() -> None:
     split = "a, b = torch.utils.data.random_split(data, [4, 2])\n"
     assert "\nsame_seed()\n" in ported("", before_seed=split)

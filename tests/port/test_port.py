@@ -17,13 +17,16 @@ from scripts_to_port import (
     FIT_FUNCTION_SCRIPT,
     FUNCTIONS_SCRIPT,
     GAN_SCRIPT,
+    GENERATOR_SCRIPT,
     GPT_SCRIPT,
     IMPORTS_AND_DATA,
+    INDEX_SCRIPT,
     LOSS_IN_FORWARD_SCRIPT,
     MANUAL_UPDATE_SCRIPT,
     NO_LOADER_SCRIPT,
     OUTPUT_FILES_SCRIPT,
     SCRIPT_WITH_ENGINE,
+    SLICE_SCRIPT,
     SUBSET_SAMPLER_SCRIPT,
     SUMMED_LOSS_SCRIPT,
     TRAINER_CLASS_SCRIPT,
@@ -36,6 +39,9 @@ STYLES = {
     "one_function": FIT_FUNCTION_SCRIPT,
     "class": TRAINER_CLASS_SCRIPT,
     "no_loader": NO_LOADER_SCRIPT,
+    "index": INDEX_SCRIPT,
+    "slice": SLICE_SCRIPT,
+    "generator": GENERATOR_SCRIPT,
     "summed": SUMMED_LOSS_SCRIPT,
     "folds": CROSS_VALIDATION_SCRIPT,
     "gan": GAN_SCRIPT,
@@ -154,6 +160,22 @@ def test_contrastive_loss_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotPortedError, match="compares samples of a batch") as error:
         port_script_text(tmp_path, script_text, (2,))
     assert "cross_entropy(recon @ recon.T" in script_text.splitlines()[error.value.line - 1]
+
+
+def test_contrastive_loss_in_a_module_is_refused(tmp_path: Path) -> None:
+    """The module has a parameter, as in CLIP, so the script calls two modules: the model and the loss."""
+    script_text = CONTRASTIVE.replace(
+        "loss = F.cross_entropy(recon @ batch.T, torch.arange(len(batch)))", "loss = contrast(recon)"
+    ).replace(
+        "optimizer =",
+        "class Contrast(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.scale = nn.Parameter(torch.ones(()))\n\n"
+        "    def forward(self, z):\n        return F.cross_entropy(self.scale * z @ z.T, torch.arange(len(z)))\n\n\n"
+        "contrast = Contrast()\noptimizer =",
+    )
+    with pytest.raises(NotPortedError, match="compares samples of a batch") as error:
+        port_script_text(tmp_path, script_text, (2,))
+    assert "cross_entropy(self.scale" in script_text.splitlines()[error.value.line - 1]
 
 
 def test_contrastive_loss_with_inputs_is_not_equivalent(tmp_path: Path) -> None:

@@ -191,6 +191,15 @@ def test_mistake_is_reported(host: tuple[ScriptHost, Path], name: str) -> None:
     assert RULES[name] in [finding.rule for finding in findings], (findings, findings.unchecked)
 
 
+def test_factor_that_each_rank_draws_is_not_reported(host: tuple[ScriptHost, Path]) -> None:
+    """Rank 0 and a single rank draw the same factors, as for mixup, from a generator of numpy."""
+    script = CORRECT.replace("rank, world = ", "import numpy\nrank, world = ").replace(
+        "        xb = xb + ", "        xb = xb * float(factors.uniform(0.1, 1.0))\n        xb = xb + "
+    )
+    script = script.replace("sampler = ", "factors = numpy.random.default_rng(5 + rank)\nsampler = ")
+    assert find_differences(host, script) == []
+
+
 RANK_DEPENDENT_NUMBERS = """
 import random
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from everyrank.errors import CannotRunError, UsageError
-from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
+from everyrank.rerun import Imposed, ScriptHost, ScriptRecording, process
 from everyrank.rerun.inside.expressions import _path
 
 TRAINING = """
@@ -140,7 +146,7 @@ for (x,) in loader:
 FAILURES = {
     "raise ValueError('no data')": "rank 0: ValueError: no data",
     "import os; os._exit(3)": "rank 0 ended with status 3",
-    "import time; time.sleep(60)": "no end within 2 s",
+    "import time; time.sleep(60)": "no end within 2 s; rank 0 is at train.py:1",
     "import sys; sys.exit(0)": "",
     "raise ValueError('no data\\n  in this folder')": "rank 0: ValueError: no data",
     "raise ValueError('\\udcff.csv')": "rank 0: ValueError: \\udcff.csv",
@@ -153,6 +159,39 @@ def test_script_failure_is_reported_in_one_line(tmp_path: Path) -> None:
         for script, expected_failure in FAILURES.items():
             write_script(tmp_path, script)
             assert host.run().failure == expected_failure
+
+
+@pytest.mark.parametrize(
+    ("code", "is_ended"), [("time.sleep(60)", True), ("while time.monotonic() < start + 4: pass", False)]
+)
+def test_ranks_that_use_no_cpu_are_not_waited_for(code: str, is_ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for each other, for example because one of them has skipped a collective."""
+    monkeypatch.setattr(process, "_IDLE_SECONDS", 2.0)
+    rank = subprocess.Popen([sys.executable, "-c", f"import time; start = time.monotonic()\n{code}"])
+    codes, reason = process._wait({rank.pid: 0}, 30.0)
+    assert codes == ({} if is_ended else {rank.pid: 0})
+    assert ("used the CPU" in reason) is is_ended
+    rank.kill()
+    rank.wait()
+
+
+def test_end_of_the_host_ends_running_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold the pipes of the host open, so it would wait for them."""
+    monkeypatch.setattr("everyrank.rerun.host.sys", sys)  # a new Python, whose children are the ranks
+    host = ScriptHost([write_script(tmp_path, "import time; time.sleep(600)")], timeout_seconds=300)
+
+    def run() -> None:
+        with contextlib.suppress(CannotRunError):
+            host.run()
+
+    with host:
+        threading.Thread(target=run, daemon=True).start()
+        parent = psutil.Process(host._process.pid)
+        deadline = time.monotonic() + 60.0
+        while not (ranks := parent.children(recursive=True)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert ranks
+    assert all(not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE for rank in ranks)
 
 
 RUNNING: dict[str, tuple[str, dict[str, Any]]] = {

@@ -46,6 +46,7 @@ _SHOWING = {
 }
 _NO_LAUNCHER = '"RANK" not in os.environ'
 _DEVICE_REASON = "each rank has its own device"
+_PART_REASON = "each rank takes its part of every batch"
 _LOADERS = {
     "accelerate": "; accelerator.prepare would read a batch of this size on each rank, and repeat samples in the last",
     "fabric": "; Fabric's DistributedSampler would have another order, and repeat samples",
@@ -210,36 +211,97 @@ def _split_tensors(plan: Plan) -> None:
     """Without a loader: split the arguments of the training forward and its loss, after their assignments."""
     source, forwards = plan.source, plan.training_forwards
     names: list[str] = []
+    num_cut = 0
     for fact in [*forwards, *(loss for loss in plan.of("loss") if loss.is_inner)]:
         call = source.at(fact.span)
-        function = call.func if isinstance(call, ast.Call) else None
-        for node in ast.walk(call) if call else ():
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in names:
-                names += [] if node is function else [node.id]
+        if isinstance(call, ast.Call):
+            names += [name for name in _row_names(plan, fact, call) if name not in names]
+            num_cut += _split_cuts(plan, call)
     call = source.at(forwards[0].span)
     scope = source.scope(call) if call else source.tree
     names_by_statement: dict[ast.stmt, list[str]] = {}
+    names_by_loop: dict[ast.For, list[str]] = {}
     for name in names:
         stores = [node for node in source.stores(name, scope) if source.scope(node) is scope]
         stores = stores or [node for node in source.stores(name, source.tree) if source.scope(node) is source.tree]
-        if stores and plan.is_data(statement := source.statement(stores[-1])):
+        if not stores:
+            continue
+        statement = source.statement(stores[-1])
+        if plan.is_data(statement):
             names_by_statement.setdefault(_after_branches(plan, statement, call), []).append(name)
-    if not names_by_statement:
+        elif isinstance(statement, ast.For) and name in plan.batch_names(statement) and not _counts(statement):
+            names_by_loop.setdefault(statement, []).append(name)
+    if not names_by_statement and not names_by_loop and not num_cut:
         raise NotPortedError(
             forwards[0].line,
             "the assignment of the batch was not found. If the model gets all data in each update, read it in "
             "batches first; of one graph, sample the neighbours of some nodes. Else split it: tensor[rank::world_size]",
         )
     plan.helpers.add("part")
+    for loop, split_names in names_by_loop.items():
+        joined_names = ", ".join(split_names)
+        source.insert_before(loop.body[0], f"{joined_names} = part({joined_names})", _PART_REASON)
     blocks = {id(source.block(statement)) for statement in names_by_statement}
     if len(blocks) == 1:  # together, because one tensor may be computed from another
         last = max(names_by_statement, key=lambda statement: statement.lineno)
         names_by_statement = {last: [name for split_names in names_by_statement.values() for name in split_names]}
     for statement, split_names in names_by_statement.items():
         joined_names = ", ".join(split_names)
-        source.insert_after(
-            statement, f"{joined_names} = part({joined_names})", "each rank takes its part of every batch"
-        )
+        source.insert_after(statement, f"{joined_names} = part({joined_names})", _PART_REASON)
+
+
+def _row_names(plan: Plan, fact: Fact, call: ast.Call) -> list[str]:
+    """Return the names in a call of a model or loss whose tensors have a row for each sample.
+
+    They are `x` of `model(x)` and `index` of `model(data[index])`, but not `w` of `cross_entropy(output, y, weight=w)`.
+    """
+    rows, shapes = fact.details.get("rows", 0), fact.details.get("shapes", [])
+    no_rows: set[ast.AST] = {call.func}
+    for argument, shape in zip(call.args, shapes, strict=False):
+        if isinstance(argument, ast.Name) and rows and shape and shape[0] != rows:  # for example, a mask of positions
+            no_rows.add(argument)
+    for node in ast.walk(call):
+        match node:
+            case ast.keyword(arg="pos_weight", value=weight):
+                no_rows.update(ast.walk(weight))
+            case ast.keyword(arg="weight", value=weight) if fact.details.get("name") in ("cross_entropy", "nll_loss"):
+                no_rows.update(ast.walk(weight))
+            case ast.Subscript(value=data, slice=ast.Name() | ast.Attribute() | ast.Call()):
+                no_rows.update(ast.walk(data))
+            case ast.Subscript() if _is_cut(plan, node):
+                no_rows.update(ast.walk(node))
+            case _:
+                pass
+    nodes = [node for node in ast.walk(call) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    return list(dict.fromkeys(node.id for node in nodes if node not in no_rows))
+
+
+def _is_cut(plan: Plan, node: ast.Subscript) -> bool:
+    """Whether an expression takes the rows of a batch by the counter of a loop: `data[i : i + 32]`, `batches[i]`."""
+    index = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
+    counters: set[str] = set()
+    for loop in plan.source.loops(node):
+        if isinstance(loop, ast.For) and _counts(loop):
+            counters |= {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
+        counters |= {plan.source.code(each.target) for each in ast.walk(loop) if isinstance(each, ast.AugAssign)}
+    return any(isinstance(each, ast.Name) and each.id in counters for each in ast.walk(index))
+
+
+def _counts(loop: ast.For) -> bool:
+    """Whether a loop is over numbers, such as `for i in tqdm(range(0, 100, 32))`."""
+    return any(isinstance(node, ast.Name) and node.id == "range" for node in ast.walk(loop.iter))
+
+
+def _split_cuts(plan: Plan, call: ast.Call) -> int:
+    """Split the batches that are cut in the arguments of a call, wherever the loop cuts the same; return how many."""
+    source = plan.source
+    texts = {source.code(node) for node in ast.walk(call) if isinstance(node, ast.Subscript) and _is_cut(plan, node)}
+    plan.cuts |= texts
+    loops = source.loops(call)
+    for node in ast.walk(loops[0]) if texts and loops else ():
+        if isinstance(node, ast.Subscript) and source.code(node) in texts and plan.once(node, "cut"):
+            source.wrap(node, "part(", ")", _PART_REASON)
+    return len(texts)
 
 
 def _after_branches(plan: Plan, statement: ast.stmt, call: ast.AST | None) -> ast.stmt:

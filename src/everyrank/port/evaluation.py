@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
+from everyrank.port.facts import Fact
 from everyrank.port.loss import count_of_terms
 from everyrank.port.plan import Plan
-from everyrank.port.source import NotPortedError
+from everyrank.port.source import NotPortedError, end_of, start_of
 
 __all__ = ["edit_counts", "edit_evaluations"]
 
@@ -188,40 +190,127 @@ def _has_sum(plan: Plan, node: ast.AST) -> bool:
     return False
 
 
+@dataclass
+class _Evaluation:
+    """The loops that read a loader to evaluate.
+
+    loops        the `for` loops
+    reads_other  whether the loader is also read otherwise, for example by `next(iter(loader))`
+    """
+
+    loader: Fact
+    loops: list[ast.For] = field(default_factory=list[ast.For])
+    reads_other: bool = False
+
+
 def edit_evaluations(plan: Plan) -> None:
-    """Split an evaluation over the ranks if it only keeps sums; else every rank evaluates all samples."""
+    """Split an evaluation over the ranks if it only keeps sums; else every rank evaluates all samples.
+
+    A loader is split for all loops that read it. A loop reads only split loaders, or only whole ones.
+    """
+    evaluations = _evaluations(plan)
+    split = {call for call, each in evaluations.items() if _can_be_split(plan, call, each)}
+    while True:
+        whole_loops = {loop for call, each in evaluations.items() if call not in split for loop in each.loops}
+        still_split = {call for call in split if whole_loops.isdisjoint(evaluations[call].loops)}
+        if still_split == split:
+            break
+        split = still_split
+    for call, evaluation in evaluations.items():
+        if call in split and plan.once(call):
+            plan.split_loader(call, "each rank evaluates its part", evaluates=True)
+        for loop in evaluation.loops:
+            if not plan.once(loop):
+                continue
+            if call not in split:
+                plan.note(loop.lineno, "every rank evaluates the whole set: correct, but not faster")
+                continue
+            plan.helpers.add("add_over_ranks")
+            names = dict.fromkeys(plan.source.code(target) for target, _ in _additions(plan, loop))
+            joined_names = ", ".join(names)
+            plan.source.insert_after(loop, f"{joined_names} = add_over_ranks({joined_names})", "the sums of all ranks")
+
+
+def _evaluations(plan: Plan) -> dict[ast.AST, _Evaluation]:
+    """Return the evaluations of the run, by the call that makes their loader."""
     source = plan.source
+    evaluations: dict[ast.AST, _Evaluation] = {}
     for fact in plan.of("pass"):
         if fact.details["id"] in plan.training_loaders or fact.details["trains"]:
             continue
-        loop = source.at(fact.span, ast.For)
-        loader = next((inner for inner in plan.of("loader") if inner.details["id"] == fact.details["id"]), None)
-        loader_call = source.at(loader.span) if loader else None
-        if not isinstance(loop, ast.For) or loader is None or loader_call is None or not plan.once(loop):
+        loop = _loop_over(plan, fact)
+        loader = next((each for each in plan.of("loader") if each.details["id"] == fact.details["id"]), None)
+        call = source.at(loader.span) if loader else None
+        if loader is None or call is None:
             continue
-        sums = [addition for inner in ast.walk(loop) if (addition := _addition(plan, inner)) is not None]
-        names = list(dict.fromkeys(source.code(target) for target, _ in sums))
-        keeps_whole = any(
-            isinstance(inner, ast.Call) and source.code(inner.func).rpartition(".")[2] in _KEEPS_WHOLE
-            for inner in ast.walk(loop)
-        )
-        are_sums = (
-            bool(sums)
-            and all(isinstance(target, ast.Name) and _is_sum(plan, added, loop) for target, added in sums)
-            and not keeps_whole
-            and loader.is_inner
-            and not loader.details["is_stream"]
-            and loader.details["has_batches"]
-            and not (plan.choice.sampler == "torch" and plan.custom_sampler(loader))
-        )
-        if plan.choice.evaluation == "split" and are_sums:
-            plan.helpers.add("add_over_ranks")
-            if plan.once(loader_call):
-                plan.split_loader(loader_call, "each rank evaluates its part", evaluates=True)
-            joined_names = ", ".join(names)
-            source.insert_after(loop, f"{joined_names} = add_over_ranks({joined_names})", "the sums of all ranks")
-        else:
-            plan.note(loop.lineno, "every rank evaluates the whole set: correct, but not faster")
+        evaluation = evaluations.setdefault(call, _Evaluation(loader))
+        if loop is None:
+            evaluation.reads_other = True
+        elif loop not in evaluation.loops:
+            evaluation.loops.append(loop)
+    return evaluations
+
+
+def _loop_over(plan: Plan, fact: Fact) -> ast.For | None:
+    """Return the `for` loop over the loader of a pass; None if it is read otherwise."""
+    loop = plan.source.at(fact.span, ast.For)
+    line, column, last_line, last_column = fact.span
+    if not isinstance(loop, ast.For):
+        return None
+    is_whole = start_of(loop) == (line, column) and end_of(loop) == (last_line, last_column)  # before Python 3.12
+    is_in_iter = start_of(loop.iter) <= (line, column) and (last_line, last_column) <= end_of(loop.iter)
+    return loop if is_whole or is_in_iter else None
+
+
+def _can_be_split(plan: Plan, call: ast.AST, evaluation: _Evaluation) -> bool:
+    """Whether all loops over a loader keep only sums, also those that the run has not reached."""
+    loader = evaluation.loader
+    return (
+        plan.choice.evaluation == "split"
+        and loader.is_inner
+        and not loader.details["is_stream"]
+        and loader.details["has_batches"]
+        and not (plan.choice.sampler == "torch" and plan.custom_sampler(loader))
+        and not evaluation.reads_other
+        and all(_keeps_sums(plan, loop) for loop in evaluation.loops)
+        and not _may_be_read_elsewhere(plan, call, evaluation.loops)
+    )
+
+
+def _may_be_read_elsewhere(plan: Plan, call: ast.AST, loops: Sequence[ast.For]) -> bool:
+    """Whether a loop that the run has not reached may read the same loader, which has the same name there."""
+    source = plan.source
+    statement = source.statement(call)
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    names = {_last_name(node) for target in targets for node in ast.walk(target)}
+    names |= {_last_name(node) for loop in loops for node in ast.walk(loop.iter)}
+    names -= {"", "self", "enumerate", "tqdm"}
+    reached = {_loop_over(plan, fact) for fact in plan.of("pass")}
+    return any(
+        isinstance(loop, ast.For) and loop not in reached and names & {_last_name(node) for node in ast.walk(loop.iter)}
+        for loop in ast.walk(source.tree)
+    )
+
+
+def _last_name(node: ast.AST) -> str:
+    """Return `loader` of `loader` and `self.loader`, and "" of other nodes."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _additions(plan: Plan, loop: ast.For) -> list[tuple[ast.expr, ast.expr]]:
+    """Return each variable that a loop adds to, and what it adds."""
+    return [addition for node in ast.walk(loop) if (addition := _addition(plan, node)) is not None]
+
+
+def _keeps_sums(plan: Plan, loop: ast.For) -> bool:
+    """Whether a loop does nothing with its batches but add to sums over samples."""
+    additions = _additions(plan, loop)
+    needs_all = any(
+        isinstance(node, ast.Call) and plan.source.code(node.func).rpartition(".")[2] in _KEEPS_WHOLE
+        for node in ast.walk(loop)
+    )
+    are_sums = all(isinstance(target, ast.Name) and _is_sum(plan, added, loop) for target, added in additions)
+    return bool(additions) and are_sums and not needs_all
 
 
 def _is_sum(plan: Plan, node: ast.AST, loop: ast.For) -> bool:

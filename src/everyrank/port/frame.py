@@ -19,6 +19,7 @@ _REASON = "imports and helper functions of the port"
 _DRAWING_LIBRARIES = {"sklearn", "scipy", "imblearn"}
 _NUMPY_RANDOM = {"np.random", "numpy.random"}
 _GENERATORS = {"default_rng", "RandomState"}  # with their own seed
+_EXITS = ("sys.exit", "exit", "quit")
 _FIRST_KINDS = ("loader", "seed", "optimizer", "forward", "draw")
 
 
@@ -52,9 +53,26 @@ def add_frame(plan: Plan) -> None:
             else last_statement
         )
     if plan.choice.target != "fabric":  # Fabric destroys its process group itself
-        source.insert_after(last_in_main, "dist.destroy_process_group()", "all ranks leave together")
+        _leave(plan, last_in_main)
     source.edits = [dataclasses.replace(edit, text=plan.in_idiom(edit.text)) for edit in source.edits]
     rename_helpers(plan)
+
+
+def _leave(plan: Plan, last: ast.stmt) -> None:
+    """Destroy the process group after the last statement; before the exit of `sys.exit(main())`."""
+    source, reason = plan.source, "all ranks leave together"
+    match last:
+        case ast.Expr(value=ast.Call(args=[ast.Call(args=[], keywords=[]) as result]) as call) if (
+            source.code(call.func) in _EXITS
+        ):
+            pass
+        case ast.Raise(exc=ast.Call(func=ast.Name(id="SystemExit"), args=[ast.Call(args=[], keywords=[]) as result])):
+            pass
+        case _:
+            source.insert_after(last, "dist.destroy_process_group()", reason)
+            return
+    source.insert_before(last, f"exit_status = {source.code(result)}\ndist.destroy_process_group()", reason)
+    source.replace(result, "exit_status", "")
 
 
 def _body(plan: Plan) -> list[ast.stmt]:

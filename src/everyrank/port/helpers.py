@@ -137,9 +137,15 @@ def split(loader, evaluates=False):
 '''
 
 PART = '''
-def part(*tensors):
-    """This rank's part of a batch that all ranks have."""
-    parts = [tensor[dist.get_rank() :: dist.get_world_size()] for tensor in tensors]
+def part(*batches):
+    """This rank's part of tensors, or of the tensors in dictionaries, that all ranks have."""
+    parts = []
+    for batch in batches:
+        if isinstance(batch, dict):
+            batch = dict(zip(batch, map(part, batch.values())))
+        else:
+            batch = batch[dist.get_rank() :: dist.get_world_size()]
+        parts.append(batch.contiguous() if torch.is_tensor(batch) else batch)  # for view()
     return parts if len(parts) > 1 else parts[0]
 '''
 

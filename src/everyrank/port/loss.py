@@ -79,8 +79,8 @@ def count_of_terms(plan: Plan, statement: ast.stmt) -> str:
     names: list[str] = []
     if losses:
         fact, call = losses[0]
-        if fact.details["ignored"] is not None and len(call.args) > 1:
-            return f"({source.code(call.args[1])} != {fact.details['ignored']}).sum()"
+        if terms := _terms_with_weight(plan, fact, call):
+            return terms
         names = [source.code(argument) for argument in reversed(call.args) if isinstance(argument, ast.Name)]
     forwards = calls(plan.training_forwards)
     masked = _masked_in_forward(plan, [call for _, call in forwards])
@@ -97,7 +97,8 @@ def count_of_terms(plan: Plan, statement: ast.stmt) -> str:
         + model_arguments
     )
     if names:
-        return f"len({names[0]})"
+        is_mapping = any(names[0] in _mappings(fact, call) for fact, call in forwards)
+        return f"len(next(iter({names[0]}.values())))" if is_mapping else f"len({names[0]})"
     for _, call in forwards:
         for keyword in call.keywords:
             if isinstance(keyword.value, ast.Name):
@@ -111,6 +112,26 @@ def count_of_terms(plan: Plan, statement: ast.stmt) -> str:
         "the number of samples that this loss averages was not found. Call the model with a batch in this "
         "function; an episode of one environment has no samples to split: average the gradients of several by hand",
     )
+
+
+def _terms_with_weight(plan: Plan, fact: Fact, call: ast.Call) -> str:
+    """Return an expression for the divisor of a loss that ignores targets or weights classes; "" for other losses."""
+    if len(call.args) < 2:
+        return ""
+    target, ignored = plan.code_of_part(call.args[1]), fact.details["ignored"]
+    is_counted = f"{target} != {ignored}"
+    if not fact.details.get("is_weighted"):
+        return "" if ignored is None else f"({is_counted}).sum()"
+    given = next((keyword.value for keyword in call.keywords if keyword.arg == "weight"), None)
+    given = call.args[2] if len(call.args) > 2 else given
+    weight = plan.source.code(given) if given is not None else f"{plan.source.code(call.func)}.weight"
+    return f"{weight}[{target}].sum()" if ignored is None else f"{weight}[{target}[{is_counted}]].sum()"
+
+
+def _mappings(fact: Fact, call: ast.Call) -> list[str]:
+    """Return the names of the arguments of a forward that are mappings, such as a batch {"input": x, "label": y}."""
+    arguments = zip(call.args, fact.details.get("are_mappings", []), strict=False)
+    return [argument.id for argument, is_mapping in arguments if is_mapping and isinstance(argument, ast.Name)]
 
 
 def _masked_in_forward(plan: Plan, forwards: list[ast.Call]) -> str:
@@ -133,5 +154,5 @@ def _masked_in_forward(plan: Plan, forwards: list[ast.Call]) -> str:
             argument = next((keyword.value for keyword in forward.keywords if keyword.arg == names[0]), None)
             argument = argument or (forward.args[index] if index < len(forward.args) else None)
             if argument is not None:
-                return f"({source.code(argument)} != {fact.details['ignored']}).sum()"
+                return f"({plan.code_of_part(argument)} != {fact.details['ignored']}).sum()"
     return ""

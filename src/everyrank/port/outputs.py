@@ -146,8 +146,18 @@ def _stays_on_all_ranks(plan: Plan, statement: ast.stmt) -> bool:
     """Whether all ranks execute a statement that opens a file, because it does more than one write."""
     if isinstance(statement, ast.With):
         saves_whole = plan.choice.target == "fsdp"  # all ranks must call it
-        return len(statement.items) == 1 and (saves_whole or len(statement.body) > 1)
+        is_one_write = len(statement.body) == 1 and isinstance(statement.body[0], ast.Expr)
+        return len(statement.items) == 1 and (saves_whole or not is_one_write or _trains(plan, statement))
     return isinstance(statement, ast.Assign)
+
+
+def _trains(plan: Plan, statement: ast.stmt) -> bool:
+    """Whether a statement runs the training, perhaps in functions that it calls, so all ranks have to execute it."""
+    return any(
+        start_of(statement) <= call.span[:2] and call.span[2:] <= end_of(statement)
+        for fact in plan.of("backward")
+        for call in fact.chain
+    )
 
 
 def _is_all_of(node: ast.AST, statement: ast.stmt, source: ScriptSource) -> bool:
@@ -164,6 +174,9 @@ def _guard(plan: Plan, statement: ast.stmt, node: ast.AST) -> None:
     is_in_try = isinstance(source.parents.get(statement), ast.Try)
     if "exist_ok=True" in source.code(statement) or (is_in_try and name in _FOLDER_MAKERS):
         return  # a folder may be made by several ranks
+    if _trains(plan, statement):
+        plan.note(statement.lineno, "every rank writes here, because the training runs in the same block")
+        return
     _note_part(plan, statement)
     try:
         source.put_under(statement, _IS_RANK_0, "written once")

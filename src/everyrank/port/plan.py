@@ -59,10 +59,18 @@ class Plan:
         self.reseeded: set[str] = set()
         self.training_uses: list[ast.expr] = []
         self.sharded: list[ast.expr] = []
+        self.cuts: set[str] = set()  # batches without a name, which each rank takes its part of: `data[i : i + 32]`
         self.passed_models: list[tuple[ast.FunctionDef, str, tuple[int, int, int, int]]] = []
         self.idiom = IDIOMS.get(choice.target)
         self.prepared: list[tuple[ast.AST, str, ast.stmt]] = []
         self._seen: set[tuple[ast.AST, str]] = set()
+
+    def code_of_part(self, node: ast.expr) -> str:
+        """Return the text of an expression in which each rank has its part of the batch."""
+        text = self.source.code(node)
+        for cut in self.cuts:
+            text = text.replace(cut, f"part({cut})")
+        return text
 
     def of(self, kind: str) -> list[Fact]:
         """Return the facts of a kind, in the order of the run."""
@@ -123,9 +131,10 @@ class Plan:
 
     def is_data(self, statement: ast.stmt) -> bool:
         """Whether a statement assigns data: it calls no model, no loss and no class."""
-        if not isinstance(statement, ast.Assign) or not isinstance(
-            statement.value, ast.Call | ast.Subscript | ast.Tuple | ast.BinOp
-        ):
+        if not isinstance(statement, ast.Assign):
+            return False
+        unpacks = isinstance(statement.targets[0], ast.Tuple) and isinstance(statement.value, ast.Name)  # x, y = batch
+        if not unpacks and not isinstance(statement.value, ast.Call | ast.Subscript | ast.Tuple | ast.BinOp):
             return False
         calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
         spans = {fact.span[:2] for kind in ("forward", "loss", "optimizer") for fact in self.of(kind)}

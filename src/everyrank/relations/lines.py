@@ -90,10 +90,11 @@ def first_scaled(many: ScriptRecording, single: RankRecording) -> ScaledLine | N
         fits = _fits(rank_values, value.tensor)
         factors, shifts = [factor for factor, _ in fits], [shift for _, shift in fits]
         size = float(value.tensor.abs().max())
-        is_more_than_rounding = any(
-            abs(factor - 1) > _MIN_CHANGE or abs(shift) > _MIN_CHANGE * size for factor, shift in fits
-        )
-        return ScaledLine(location, scalar_location, factors, shifts) if is_more_than_rounding else None
+        changes = [abs(factor - 1) > _MIN_CHANGE or abs(shift) > _MIN_CHANGE * size for factor, shift in fits]
+        # Rank 0 and a single rank draw the same random numbers, for example the factor of mixup. A number that is
+        # computed from data differs on rank 0, too, unless a tensor shows where it comes from (a maximum).
+        is_drawn = bool(changes) and not changes[0] and not scalar_location
+        return ScaledLine(location, scalar_location, factors, shifts) if any(changes) and not is_drawn else None
     return None
 
 

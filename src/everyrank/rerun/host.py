@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from everyrank.audit.guardian import guarded
+from everyrank.audit.guardian import end_script_processes, guarded
 from everyrank.audit.script import enough_gpus, find_script, mentions_cuda, user_source, without_gpus
 from everyrank.audit.watch.recorder import ENVIRONMENT
 from everyrank.errors import CannotRunError
@@ -92,6 +92,7 @@ class ScriptHost:
 
     def _end(self) -> None:
         self._process.kill()
+        end_script_processes(self.folder)  # the ranks, which also hold the pipes open
         self._process.communicate()
 
     def run(
@@ -205,6 +206,7 @@ class ScriptHost:
             if not select.select([self._process.stdout], [], [], limit)[0]:
                 self._process.kill()  # its late answer would be taken for that to the next request
                 self._process.wait()
+                end_script_processes(self.folder)
                 return {"failure": f"no answer within {limit:g} s", "traceback": ""}
             line = self._process.stdout.readline()
         except OSError as error:

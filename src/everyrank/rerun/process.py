@@ -14,9 +14,11 @@ if __name__ == "__main__":  # redirect files before any other import can copy `o
     os.dup2(2, 1)  # what a module prints when it is imported must not mix with the replies
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -24,6 +26,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import torch
 
 # most scripts need these modules, and a fork shares them
@@ -39,6 +42,9 @@ for _module in (
     importlib.import_module(_module)
 
 _AFTER_FAILURE_SECONDS = 5.0  # for the other ranks to fail, too, perhaps with a better error
+_IDLE_SECONDS = 60.0  # ranks that use no CPU for so long wait for each other
+_IDLE_SHARE = 0.05  # of a core; processes that compute use more
+_STACK_SECONDS = 0.5  # for the ranks to write their stacks
 
 
 def _free_port() -> int:
@@ -69,7 +75,9 @@ def _run_once(settings: dict[str, Any]) -> dict[str, str]:
         if not process:
             _run_as_rank(settings, rank, port)
         processes[process] = rank
-    codes = _wait(processes, settings["timeout"])
+    codes, no_end = _wait(processes, settings["timeout"])
+    running = {process: rank for process, rank in processes.items() if process not in codes}
+    stopped_at = _stopped_at(Path(settings["folder"]), running, settings["main"])
     for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process, signal.SIGKILL)
@@ -83,7 +91,7 @@ def _run_once(settings: dict[str, Any]) -> dict[str, str]:
         failed_process = next(process for process in codes if codes[process])
         failure = f"rank {processes[failed_process]} ended with status {codes[failed_process]}"
     else:
-        failure = f"no end within {settings['timeout']:g} s" if len(codes) < len(processes) else ""
+        failure = "; ".join([no_end, *stopped_at]) if running else ""
     return {"failure": failure[:500], "traceback": first_traceback[-8000:]}
 
 
@@ -94,10 +102,22 @@ def _error_line(text: str) -> str:
     return next((line for line in lines[last_frame + 1 :] if not line.startswith(" ") and line), lines[-1])
 
 
-def _wait(processes: dict[int, int], timeout_seconds: float) -> dict[int, int]:
-    """Return the exit statuses of the ranks that end in time. After a failure, the others have a few seconds."""
+def _wait(processes: dict[int, int], timeout_seconds: float) -> tuple[dict[int, int], str]:
+    """Return the exit statuses of the ranks that have ended, and why the others are not waited for any longer.
+
+    After a failure, the others have a few seconds.
+    """
     deadline, codes = time.monotonic() + timeout_seconds, dict[int, int]()
+    progress_time, cpu_seconds = time.monotonic(), 0.0
     while len(codes) < len(processes) and time.monotonic() < deadline:
+        now = time.monotonic()
+        if now > progress_time + 1.0:
+            cpu_seconds_now = _cpu_seconds(set(processes) - set(codes))
+            # less if a process has ended
+            if not cpu_seconds <= cpu_seconds_now <= cpu_seconds + _IDLE_SHARE * (now - progress_time):
+                progress_time, cpu_seconds = now, cpu_seconds_now
+            elif now > progress_time + _IDLE_SECONDS:
+                return codes, f"no end, and no rank has used the CPU for {_IDLE_SECONDS:g} s"
         for process in set(processes) - set(codes):
             ended_process, status = os.waitpid(process, os.WNOHANG)
             if ended_process:
@@ -105,7 +125,35 @@ def _wait(processes: dict[int, int], timeout_seconds: float) -> dict[int, int]:
                 if codes[process]:
                     deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_SECONDS)
         time.sleep(0.02)
-    return codes
+    return codes, f"no end within {timeout_seconds:g} s"
+
+
+def _cpu_seconds(processes: set[int]) -> float:
+    """Return the CPU seconds of processes and their children."""
+    total = 0.0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            parent = psutil.Process(process)
+            for each in (parent, *parent.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    times = each.cpu_times()
+                    total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+def _stopped_at(folder: Path, running: dict[int, int], main: str) -> list[str]:
+    """Return the line of the script that each running rank is at, such as "rank 0 is at train.py:20"."""
+    for process in running:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGUSR1)
+    time.sleep(_STACK_SECONDS if running else 0.0)
+    texts: list[str] = []
+    for rank in running.values():
+        with contextlib.suppress(OSError):
+            frames = re.findall(r'File "(.+)", line (\d+)', (folder / f"stack{rank}").read_text(errors="replace"))
+            of_script = [(name, line) for name, line in frames if Path(name).parent == Path(main).parent]
+            texts += [f"rank {rank} is at {Path(name).name}:{line}" for name, line in of_script[:1]]
+    return texts
 
 
 def _run_as_rank(settings: dict[str, Any], rank: int, port: int) -> NoReturn:
@@ -129,6 +177,7 @@ def _run_as_rank(settings: dict[str, Any], rank: int, port: int) -> NoReturn:
     }
     os.environ.update({name: str(value) for name, value in rank_variables.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="everyrank")
+    faulthandler.register(signal.SIGUSR1, (folder / f"stack{rank}").open("w"), all_threads=False)
     exit_code = 0
     try:
         from everyrank.rerun.inside import run_as_rank

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from everyrank.audit.events import (
     BufferModule,
     CollectiveCall,
@@ -141,9 +143,14 @@ def _check_rates(evidence: Evidence, findings: Findings) -> None:
 def _check_evaluations(evidence: Evidence, findings: Findings) -> None:
     if evidence.is_split:
         return
-    for events in _first_eval_forwards(evidence):
+    for is_first, events in _eval_forwards_by_model(evidence):
         line = events[0].line
-        if len({event.parameters for event in events}) > 1 and not evidence.is_opaque:
+        has_other_parameters = len({event.parameters for event in events}) > 1 and not evidence.is_opaque
+        if has_other_parameters and not is_first:
+            text = "the ranks evaluate a second model, such as a moving average, with different parameters"
+            findings.add("WARN", "replicas.drift", line, text, "update it on all ranks, or evaluate it only on rank 0")
+            return
+        if has_other_parameters:
             text = "parameters differ between the ranks when they evaluate"
             findings.add("FAIL", "replicas.drift", line, text, "average every gradient, or evaluate rank 0's model")
             return
@@ -213,14 +220,28 @@ def _buffer_calls(evidence: Evidence, rank: int) -> dict[tuple[int, str, int], B
     return calls
 
 
-def _first_eval_forwards(evidence: Evidence) -> list[list[EvalForward]]:
-    """The first forward of each evaluation on each rank. Later ones may differ: ranks have different batch counts."""
-    by_rank = [
-        {event.update: event for event in reversed(evidence.evaluation_forwards(rank))} for rank in evidence.ranks
-    ]
-    first = [[events[update] for events in by_rank] for update in sorted(set[int](by_rank[0]).intersection(*by_rank))]
-    # at different lines they may be forwards of different models: one rank may have an averaged model, too
-    return [events for events in first if len({event.line for event in events}) == 1]
+def _eval_forwards_by_model(evidence: Evidence) -> list[tuple[bool, list[EvalForward]]]:
+    """The first forward of each model in each evaluation: whether the model is its first, and the forward on each rank.
+
+    Only the first model is returned if the ranks evaluate different numbers of models: rank 0 may have another one.
+    Later forwards of a model are left out, because ranks have different numbers of batches.
+    """
+    by_rank: list[dict[int, list[EvalForward]]] = []
+    for rank in evidence.ranks:
+        models: dict[tuple[int, str, int], EvalForward] = {}
+        for event in evidence.evaluation_forwards(rank):
+            models.setdefault((event.update, event.line, event.parameters), event)
+        by_update: dict[int, list[EvalForward]] = defaultdict(list)
+        for event in models.values():
+            by_update[event.update].append(event)
+        by_rank.append(by_update)
+    forwards: list[tuple[bool, list[EvalForward]]] = []
+    for update in sorted(set[int](by_rank[0]).intersection(*by_rank)):
+        num_models = {len(of_rank[update]) for of_rank in by_rank}
+        count = num_models.pop() if len(num_models) == 1 else 1
+        forwards += [(not index, [of_rank[update][index] for of_rank in by_rank]) for index in range(count)]
+    # at different lines they may be forwards of different models
+    return [(is_first, events) for is_first, events in forwards if len({event.line for event in events}) == 1]
 
 
 def _check_not_stepped(evidence: Evidence, findings: Findings) -> None:

@@ -14,7 +14,7 @@ import functools
 import os
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -151,6 +151,7 @@ class _Watcher:
                     trains=torch.is_grad_enabled() and module.training,
                     reached=False,
                     shapes=[_shape(next(iter(_tensors(each)), torch.empty(0))) for each in args],
+                    are_mappings=[isinstance(each, Mapping) for each in args],
                     blocks=_blocks(module),
                     batch_dim=_batch_dim(module),
                     sources=_sources(next(user_frames(), None), _tensors(args)),
@@ -165,9 +166,11 @@ class _Watcher:
             finally:
                 self.depth -= 1
             if record is not None:
-                if any(tensor.requires_grad for tensor in _tensors([*args, *kwargs.values()])):
+                outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad and tensor.dim()]
+                # a loss may be a module, too: its output is one number, and the outputs of the model stay
+                if outputs and any(tensor.requires_grad for tensor in _tensors([*args, *kwargs.values()])):
                     self.outputs = []
-                self.outputs += [tensor for tensor in _tensors(output) if tensor.requires_grad and tensor.dim()]
+                self.outputs += outputs
                 for tensor in _tensors(output):
                     if tensor.requires_grad:
                         tensor.register_hook(lambda _gradient, record=record: record.update(reached=True))
@@ -187,11 +190,14 @@ class _Watcher:
                 if torch.is_grad_enabled() and isinstance(target, torch.Tensor):
                     ignored = kwargs.get("ignore_index", -100)
                     is_masked = not target.is_floating_point() and bool((target == ignored).any())
+                    weight = args[2] if len(args) > 2 else kwargs.get("weight")
+                    has_class_weights = _name in ("cross_entropy", "nll_loss") and not target.is_floating_point()
                     self.add_record(
                         "loss",
                         name=_name,
                         reduction=kwargs.get("reduction", "mean"),
                         ignored=ignored if is_masked else None,
+                        is_weighted=has_class_weights and weight is not None,
                         rows=self.rows,
                     )
                 return output

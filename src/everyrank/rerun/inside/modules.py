@@ -48,15 +48,18 @@ class ModuleNames:
         }
 
     def roots(self) -> list[tuple[str, Any]]:
-        """(name, module) of the modules that are in no other module, such as "Net", "Net (2)", without wrappers."""
+        """(name, module) of the modules that are in no other module, such as "Net", "Net (2)", without wrappers.
+
+        A module keeps its number when it is wrapped, even if a copy of it was made before.
+        """
         alive = [module for module in (ref() for ref in self.modules) if module is not None]
         alive = [module for module in alive if "_modules" in vars(module)]
         children = {id(child) for module in alive for child in module.children()}
+        positions = {id(module): position for position, module in reversed(list(enumerate(alive)))}
+        outermost = dict.fromkeys(module for module in alive if id(module) not in children)
         roots: list[tuple[str, Any]] = []
         counts: dict[str, int] = {}
-        for module in alive:
-            if id(module) in children or any(module is root for _, root in roots):
-                continue
+        for module in sorted(outermost, key=lambda module: positions.get(id(_unwrapped(module)), len(alive))):
             class_name = type(_unwrapped(module)).__name__.removeprefix("FSDP")  # fully_shard makes FSDPNet of Net
             counts[class_name] = counts.get(class_name, 0) + 1
             roots.append((class_name if counts[class_name] == 1 else f"{class_name} ({counts[class_name]})", module))
