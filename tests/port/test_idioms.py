@@ -176,6 +176,14 @@ def test_port_to_accelerate() -> None:
             (("if i % 2:", "if i % self.every:"), ("        loss = ", "        self.norm(x)\n        loss = ")),
             "i % self.every",
         ),
+        (
+            (
+                ("if i % 2:", "if i % self.every:"),
+                ("        loss = ", "        self.note(x)\n        loss = "),
+                ("def count(", "def note(self, x):\n    self.seen += 1\n\n\ndef count("),
+            ),
+            "i % self.every",
+        ),
         ((("if i % 2:", "if (i + 1) % 2 == 0 or i + 1 == len(loader):"),), "(i + 1) % 2 == 0 or i + 1 == len(loader)"),
     ],
 )

@@ -133,20 +133,28 @@ def _is_fixed_before_forward(plan: Plan, guard: ast.If, statements_before: list[
 
 
 def _changed_by_calls(plan: Plan, statements: list[ast.stmt]) -> set[str]:
-    """Return the objects and global variables that calls in these statements may change.
+    """Return the objects, attributes of `self` and global variables that calls in these statements may change.
 
-    A method may change its object, for example `losses.append(...)`. But `self.f(...)` changes `self` only if the
-    script defines a method `f`. Otherwise `f` is an attribute, usually a module.
+    A method may change its object, for example `losses.append(...)`. If the script defines a method `f`, `self.f(...)`
+    may change the attributes that any method but `__init__` sets. Otherwise `f` is an attribute, usually a module.
     """
     functions = [node for node in ast.walk(plan.source.tree) if isinstance(node, ast.FunctionDef)]
     names = {function.name for function in functions}
+    attributes = {
+        plan.source.code(node)
+        for function in functions
+        for node in (ast.walk(function) if function.name != "__init__" else ())
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
     called, changed = set[str](), set[str]()
     for node in (node for statement in statements for node in ast.walk(statement)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             called.add(node.func.attr)
             object_name = plan.source.code(node.func.value)
-            if object_name != "self" or node.func.attr in names:
+            if object_name != "self":
                 changed.add(object_name)
+            elif node.func.attr in names:
+                changed |= attributes
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             called.add(node.func.id)
     for function in functions:

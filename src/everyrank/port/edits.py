@@ -277,7 +277,12 @@ def _row_names(plan: Plan, fact: Fact, call: ast.Call) -> list[str]:
 
 
 def _is_cut(plan: Plan, node: ast.Subscript) -> bool:
-    """Whether an expression takes the rows of a batch by the counter of a loop: `data[i : i + 32]`, `batches[i]`."""
+    """Whether an expression takes the rows of a batch by the counter of a loop: `data[i : i + 32]`, `batches[i]`.
+
+    `batches[i]` in `batches[i][j]` does, and the whole does not.
+    """
+    if any(isinstance(inner, ast.Subscript) and _is_cut(plan, inner) for inner in ast.walk(node.value)):
+        return False
     index = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
     counters: set[str] = set()
     for loop in plan.source.loops(node):
