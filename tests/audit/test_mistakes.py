@@ -35,6 +35,18 @@ LOCAL_DATA = (
 )
 # (script, original text, replacement, expected rule, text of the line that it must name). Words after the rule must
 # be in the text of the finding. Several replacements are tuples.
+AVERAGE_PLACES = ("    optimizer = ", "            optimizer.step()\n", "        if rank == 0:\n            print(")
+
+
+def moving_average(frozen: str, condition: str = "") -> tuple[str, str, str]:
+    """Return what stands at `AVERAGE_PLACES` in a script that evaluates a moving average on all ranks."""
+    return (
+        "    average = torch.optim.swa_utils.AveragedModel(model.module)" + frozen + "\n    optimizer = ",
+        f"            optimizer.step()\n            {condition}average.update_parameters(model.module)\n",
+        "        evaluate(average, held_out, rank, world_size)\n        if rank == 0:\n            print(",
+    )
+
+
 MUTATIONS = [
     # --- data
     ("classifier", "7, sampler=sampler", "7, shuffle=True", "data.same", "loader = DataLoader(train"),
@@ -149,12 +161,10 @@ MUTATIONS = [
       "    model = FullyShardedDataParallel(model, device_id=torch.device('cpu'), use_orig_params=True,\n"
       "                                     ignored_modules=[model[3]])\n", "model(inputs)"),
      "replicas.drift next to sharded ones", "optimizer.step()"),
-    ("classifier",
-     ("    optimizer = ", "            optimizer.step()\n", "        if rank == 0:\n            print("),
-     ("    average = torch.optim.swa_utils.AveragedModel(model.module)\n    optimizer = ",
-      "            optimizer.step()\n            rank or average.update_parameters(model.module)\n",
-      "        evaluate(average, held_out, rank, world_size)\n        if rank == 0:\n            print("),
-     "replicas.drift a second model, such as a moving average", "model.module(inputs)"),
+    *(("classifier", AVERAGE_PLACES, moving_average(frozen, "rank or "), f"replicas.drift {text}",
+       "model.module(inputs)")
+      for frozen, text in (("", "a second model, such as a moving average"),
+                           (".requires_grad_(False)", "Sequential, which no optimizer trains"))),
     # --- evaluation
     ("classifier", "Subset(held_out, range(rank, len(held_out), world_size)), 5)",
      "held_out, 5, sampler=DistributedSampler(held_out, shuffle=False))", "eval.padded", "DataLoader(held_out"),
@@ -389,6 +399,7 @@ CORRECT_VARIANTS = [
         "            optimizer.step()\n",
         "            optimizer.step()\n            nn.utils.clip_grad_norm_(model.parameters(), float('inf'))\n",
     ),
+    *(("classifier", AVERAGE_PLACES, moving_average(frozen)) for frozen in ("", ".requires_grad_(False)")),
     (  # the second optimizer steps with the gradients that are clipped after the step of the first
         "stream",
         ("SGD(model.parameters(), lr=0.05)\n", "optimizer.zero_grad()", "            optimizer.step()\n"),

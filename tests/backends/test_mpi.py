@@ -93,7 +93,10 @@ def test_train_with_backend_mpi_under_spawn_exits_with_status_3(cli: Cli, tmp_pa
 
 def test_backend_mpi_selects_mpirun_as_launcher(cli: Cli, tmp_path: Path) -> None:
     """This also holds if mpi is one of several backends. An explicit launcher is kept."""
-    for args in (["train", "digits", "--backend", "mpi"], ["comm", "--backend", "gloo", "shm", "mpi"]):
+    for args in (
+        ["train", "digits", "--layout", "ddp", "--backend", "mpi"],
+        ["comm", "--backend", "gloo", "shm", "mpi"],
+    ):
         result = cli(tmp_path, *args, "--processes", "2", "--dry-run")
         assert "mpirun -n 2" in result.out, result
     result = cli(tmp_path, "train", "digits", "--backend", "mpi", "--launcher", "torchrun", "--dry-run")

@@ -348,7 +348,9 @@ class BufferModule(Event):
 class FrozenModule(Event):
     """Written before the first call of a module without trainable parameters, if it comes before the first update.
 
-    tensors  checksums by name of its floating-point parameters and buffers
+    It is written again before the first call without gradients after an update, because the script may have changed it.
+
+    tensors  checksums by name of its floating-point parameters and, before the first update, buffers
     """
 
     line: str

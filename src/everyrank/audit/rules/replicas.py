@@ -36,6 +36,7 @@ def check_replicas(evidence: Evidence, findings: Findings) -> None:
         _check_outside_buffers(evidence, findings)
         if not evidence.is_split:
             _check_frozen(evidence, findings)
+            _check_averaged(evidence, findings)
     for event in evidence.of(evidence.ranks[0], Uninitialised):
         findings.add(
             "FAIL",
@@ -195,7 +196,7 @@ def _check_outside_buffers(evidence: Evidence, findings: Findings) -> None:
 def _check_frozen(evidence: Evidence, findings: Findings) -> None:
     """Find modules that are never trained, such as a random projection, and have other weights on each rank."""
     by_rank = [evidence.of(rank, FrozenModule) for rank in evidence.ranks]
-    for events in zip(*by_rank, strict=False):
+    for events in zip(*([event for event in of_rank if not event.update] for of_rank in by_rank), strict=False):
         first = events[0]
         if any((event.line, event.name) != (first.line, first.name) for event in events):
             return  # the ranks call different modules
@@ -209,6 +210,30 @@ def _check_frozen(evidence: Evidence, findings: Findings) -> None:
                 f"the ranks: {', '.join(names[:3])}",
                 "construct it with the same seed on all ranks, or broadcast its tensors from rank 0",
             )
+
+
+def _check_averaged(evidence: Evidence, findings: Findings) -> None:
+    """Find a module such as a moving average that all ranks evaluate, but that not all of them update."""
+    if findings.has("replicas.") or evidence.is_opaque:
+        return
+    by_rank = [evidence.of(rank, FrozenModule) for rank in evidence.ranks]
+    later: list[dict[tuple[str, str], FrozenModule]] = [{} for _ in by_rank]
+    for calls, events in zip(later, by_rank, strict=True):
+        for event in events:  # a module comes before the modules in it
+            if event.update:
+                calls.setdefault((event.line, event.name), event)
+    for key, first in later[0].items():
+        events = [of_rank[key] for of_rank in later if key in of_rank]
+        is_on_all = len(events) == len(later) and len({event.update for event in events}) == 1
+        if is_on_all and any(event.tensors != first.tensors for event in events):
+            findings.add(
+                "WARN",
+                "replicas.drift",
+                first.line,
+                f"the ranks evaluate {first.name}, which no optimizer trains, with different parameters",
+                "update it on all ranks, or evaluate it only on rank 0",
+            )
+            return
 
 
 def _buffer_calls(evidence: Evidence, rank: int) -> dict[tuple[int, str, int], BufferModule]:

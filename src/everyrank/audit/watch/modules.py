@@ -53,7 +53,9 @@ class Modules:
         self.wrapped = weakref.WeakSet[Any]()  # models that DistributedDataParallel wraps
         self.mode_at = ""  # the line of the last model.eval()
         self.to_empty_line = ""  # the line of the last to_empty, until the next training forward
-        self.frozen: list[Any] = []  # modules without trainable parameters that have been recorded
+        # modules without trainable parameters that have been recorded
+        self.frozen: list[Any] = []
+        self.frozen_after_update: list[Any] = []
         self.reported_kinds = set[str]()  # classes of modules that have been reported, or need not be
 
     @harmless("forwards of a model")
@@ -153,13 +155,19 @@ class Modules:
     def record_frozen(self, module: Any) -> None:
         """Record the tensors of a module without trainable parameters, such as a teacher, before its first call."""
         recorder = self.recorder
-        if recorder.is_muted or recorder.update or any(module is known for known in self.frozen):
+        recorded = self.frozen_after_update if recorder.update else self.frozen
+        is_in_training = bool(recorder.update) and torch.is_grad_enabled()
+        if recorder.is_muted or is_in_training or any(module is known for known in recorded):
             return
-        self.frozen.append(module)
+        recorded.append(module)
         with recorder.muted():
-            named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            # later, each rank may have other running statistics
+            named = {**dict(module.named_parameters()), **({} if recorder.update else dict(module.named_buffers()))}
             floats = {name: tensor for name, tensor in named.items() if tensor.is_floating_point()}
-            if not 0 < sum(tensor.numel() for tensor in floats.values()) <= _MAX_FROZEN_ELEMENTS:
+            is_sharded = any(
+                hasattr(each, "to_local") or self.gradients.flat.has_parameter(each) for each in floats.values()
+            )
+            if is_sharded or not 0 < sum(tensor.numel() for tensor in floats.values()) <= _MAX_FROZEN_ELEMENTS:
                 return
             checksums = {name: checksum(tensor) for name, tensor in floats.items()}
         recorder.write(FrozenModule(line=user_line(), name=type(module).__name__, tensors=checksums))
