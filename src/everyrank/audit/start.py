@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -22,14 +22,14 @@ from everyrank.audit.guardian import end_script_processes, guarded
 from everyrank.audit.script import without_gpus
 from everyrank.audit.watch.recorder import ACCELERATE_ON_CPU, ENVIRONMENT, Settings
 
-__all__ = ["ScriptRun", "run_script"]
+__all__ = ["IDLE_SHARE", "ScriptRun", "cpu_seconds_of", "run_script"]
 
 _INJECT = str(Path(__file__).parent / "watch" / "inject")
 _POLL_SECONDS = 0.1
 _AFTER_FAILURE_SECONDS = 3.0  # for the other ranks to print their errors
 _MAX_OUTPUT_BYTES = 4 * 2**20  # to keep for each process, in addition to the last lines
 _LAST_LINES = 200
-_IDLE_SHARE = 0.05  # of a core; processes that compute use more
+IDLE_SHARE = 0.05  # of a core; processes that compute use more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,10 +178,11 @@ def _wait(
     num_bytes, progress_time, cpu_seconds = 0, time.monotonic(), 0.0
     while True:
         codes = [process.process.poll() for process in processes]
-        now, num_bytes_now, cpu_seconds_now = time.monotonic(), _event_bytes(folder), _cpu_seconds(processes)
+        now, num_bytes_now = time.monotonic(), _event_bytes(folder)
+        cpu_seconds_now = cpu_seconds_of(process.process.pid for process in processes)
         # the time of a child is lost if its parent does not wait for it
         cpu_seconds = min(cpu_seconds, cpu_seconds_now)
-        if num_bytes_now != num_bytes or cpu_seconds_now > cpu_seconds + _IDLE_SHARE * max(1.0, now - progress_time):
+        if num_bytes_now != num_bytes or cpu_seconds_now > cpu_seconds + IDLE_SHARE * max(1.0, now - progress_time):
             num_bytes, progress_time, cpu_seconds = num_bytes_now, now, cpu_seconds_now
             on_update(_num_updates(folder))
         if all(code is not None for code in codes):
@@ -204,12 +205,12 @@ def _num_updates(folder: Path) -> int:
     return len(list(folder.glob("rank0.update*.npz")))
 
 
-def _cpu_seconds(processes: Sequence[_Process]) -> float:
+def cpu_seconds_of(process_ids: Iterable[int]) -> float:
     """Return the CPU seconds of the processes and of all their children, also of those that have ended."""
     total = 0.0
-    for process in processes:
+    for process_id in process_ids:
         with contextlib.suppress(psutil.Error):
-            parent = psutil.Process(process.process.pid)
+            parent = psutil.Process(process_id)
             for descendant in (parent, *parent.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
                     cpu_times = descendant.cpu_times()

@@ -26,8 +26,9 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
 import torch
+
+from everyrank.audit.start import IDLE_SHARE, cpu_seconds_of
 
 # most scripts need these modules, and a fork shares them
 for _module in (
@@ -43,7 +44,6 @@ for _module in (
 
 _AFTER_FAILURE_SECONDS = 5.0  # for the other ranks to fail, too, perhaps with a better error
 _IDLE_SECONDS = 60.0  # ranks that use no CPU for so long wait for each other
-_IDLE_SHARE = 0.05  # of a core; processes that compute use more
 _STACK_SECONDS = 0.5  # for the ranks to write their stacks
 
 
@@ -77,7 +77,8 @@ def _run_once(settings: dict[str, Any]) -> dict[str, str]:
         processes[process] = rank
     codes, no_end = _wait(processes, settings["timeout"])
     running = {process: rank for process, rank in processes.items() if process not in codes}
-    stopped_at = _stopped_at(Path(settings["folder"]), running, settings["main"])
+    has_failed = any(codes.values())  # then the others are of no interest
+    stopped_at = [] if has_failed else _stopped_at(Path(settings["folder"]), running, settings["main"])
     for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process, signal.SIGKILL)
@@ -87,7 +88,7 @@ def _run_once(settings: dict[str, Any]) -> dict[str, str]:
     first_traceback = errors[0].read_text(encoding="utf-8", errors="replace") if errors else ""
     if errors:
         failure = f"rank {errors[0].name.removeprefix('error')}: {_error_line(first_traceback)}"
-    elif any(codes.values()):
+    elif has_failed:
         failed_process = next(process for process in codes if codes[process])
         failure = f"rank {processes[failed_process]} ended with status {codes[failed_process]}"
     else:
@@ -108,13 +109,14 @@ def _wait(processes: dict[int, int], timeout_seconds: float) -> tuple[dict[int, 
     After a failure, the others have a few seconds.
     """
     deadline, codes = time.monotonic() + timeout_seconds, dict[int, int]()
-    progress_time, cpu_seconds = time.monotonic(), 0.0
+    progress_time, cpu_seconds, next_look = time.monotonic(), 0.0, time.monotonic() + 1.0
     while len(codes) < len(processes) and time.monotonic() < deadline:
         now = time.monotonic()
-        if now > progress_time + 1.0:
-            cpu_seconds_now = _cpu_seconds(set(processes) - set(codes))
+        if now > next_look:  # it reads the list of all processes
+            next_look = now + 1.0
+            cpu_seconds_now = cpu_seconds_of(set(processes) - set(codes))
             # less if a process has ended
-            if not cpu_seconds <= cpu_seconds_now <= cpu_seconds + _IDLE_SHARE * (now - progress_time):
+            if not cpu_seconds <= cpu_seconds_now <= cpu_seconds + IDLE_SHARE * (now - progress_time):
                 progress_time, cpu_seconds = now, cpu_seconds_now
             elif now > progress_time + _IDLE_SECONDS:
                 return codes, f"no end, and no rank has used the CPU for {_IDLE_SECONDS:g} s"
@@ -126,19 +128,6 @@ def _wait(processes: dict[int, int], timeout_seconds: float) -> tuple[dict[int, 
                     deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_SECONDS)
         time.sleep(0.02)
     return codes, f"no end within {timeout_seconds:g} s"
-
-
-def _cpu_seconds(processes: set[int]) -> float:
-    """Return the CPU seconds of processes and their children."""
-    total = 0.0
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            parent = psutil.Process(process)
-            for each in (parent, *parent.children(recursive=True)):
-                with contextlib.suppress(psutil.Error):
-                    times = each.cpu_times()
-                    total += times.user + times.system + times.children_user + times.children_system
-    return total
 
 
 def _stopped_at(folder: Path, running: dict[int, int], main: str) -> list[str]:
